@@ -1,4 +1,4 @@
-"""A lower bound of a step's makespan over every plan of whole layers and padded micro-batches, wherever layers are."""
+"""Lower bounds of a step's makespan: over all plans of a global batch, and over padded ones of whole layers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ from dataclasses import replace
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.schedules.judge.bounds import batch_floor
 from dynapipe_ext.splits.balance import best_partition
+
+
+def free_bound_s(
+    costs: CostModel, samples: Sequence[SampleLength], topology: Topology, *, pieces: bool = False
+) -> float:
+    """Return seconds that no step of these samples on this many ranks can beat, whatever its layout, order, placement,
+    recomputation and splitting of backwards, and with `pieces` however it cuts samples: the least work of the whole
+    model, divided by the ranks."""
+    stages, split = (0,) * costs.num_stages, topology.pp * topology.dp
+    needs = [(s.encoder, s.decoder) for s in samples]
+    floor = batch_floor(costs, needs, stages, split=True, packed=True, pieces=pieces)
+    assert floor is not None  # of counted and measured costs
+    return float(floor.work_ns[0]) / split / 1e9
 
 
 def whole_layers_bound_s(

@@ -6,9 +6,12 @@ the first of a group sets the time of each rank; each further sample joins where
 block of ranks already has, on the block of least work; what fits nowhere waits for the next group. All ranks run a
 group before the next. A group is a micro-batch of the pipeline.
 
-Flattered: communication is free and attention split perfectly. A rank's several samples take one overhead. Ranks that a
-group leaves idle speed up its first sample where that helps. Rank and group sizes, three orders of the groups and all
-kinds of recomputation are tried, and the best that fits in memory is taken. Experts, which it refuses, are allowed.
+A model, not a proven step: its ranks exchange attention within a micro-batch as no plan of ours does.
+
+Flattered: communication is free (unless taxed as ours is) and attention split perfectly. A rank's several samples take
+one overhead. Ranks that a group leaves idle speed up its first sample where that helps. Rank and group sizes, three
+orders of the groups and all kinds of recomputation are tried, and the best that fits in memory is taken. Experts, which
+it refuses, are allowed.
 """
 
 from __future__ import annotations
@@ -37,12 +40,18 @@ class GroupedStep:
 
 
 def best_grouped(
-    samples: Sequence[SampleLength], costs: AnalyticCosts, sizes: Sequence[int], limit_bytes: int
+    samples: Sequence[SampleLength],
+    costs: AnalyticCosts,
+    sizes: Sequence[int],
+    limit_bytes: int,
+    *,
+    taxed: bool = False,
 ) -> GroupedStep | None:
-    """The best step over sizes of a rank's share, orders of groups and recomputation; None where nothing fits."""
+    """Return the best step over sizes of a rank's share, orders of groups and recomputation; None if nothing fits. It
+    pays the costs' tax on what ranks share only if it is `taxed`."""
     best: GroupedStep | None = None
     for kind in LAYER_RECOMPUTES:
-        prices = _Prices(samples, costs, kind)
+        prices = _Prices(samples, costs if taxed else replace(costs, width_tax=0.0), kind)
         for max_tokens in sizes:
             if not (groups := prices.groups(max_tokens)):
                 continue
@@ -81,8 +90,8 @@ class _Prices:
         self.of_width = {}
         for width in widths:
             rows = [MicroBatch((s,), "packed", kind, pad_multiple=PAD * width) for s in samples]
-            self.of_width[width] = replace(costs, width_tax=0.0, links=None).at_width(width).evaluate(rows)
-        empty = replace(costs, width_tax=0.0).evaluate_shapes([0], [0])
+            self.of_width[width] = replace(costs, links=None).at_width(width).evaluate(rows)
+        empty = costs.evaluate_shapes([0], [0])
         self.overhead = empty.forward_ns[:, 0]
         self.work = {
             width: ((one.forward_ns + one.backward_ns).max(axis=0) - 2 * int(self.overhead.max())).tolist()

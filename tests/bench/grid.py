@@ -27,11 +27,12 @@ from typing import Any
 import numpy as np
 from contenders import provenance
 from peers import readiness_first
+from proven import prove_schedule
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, validate
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 
@@ -98,7 +99,7 @@ def measure(cell: Cell, effort: int) -> dict[str, float]:
     runs = (plain, costs), (natural_greedy, costs), (sorted_greedy, cheapest_first), (best, costs)
     found: dict[str, float] = {}
     for name, (schedule, own) in zip((CONTENDERS[0], CONTENDERS[1], *CONTENDERS[1:]), runs, strict=False):
-        validate(schedule, cell.num_micro_batches)
+        prove_schedule(schedule, own)
         if name != "natural 1F1B" and max(peak_bytes(schedule, own)) > limit:
             raise SystemExit(f"{name} in {cell} holds {max(peak_bytes(schedule, own))} B but the limit is {limit} B")
         # The greedy is at its best: natural order or cheapest first.

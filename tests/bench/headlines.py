@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +40,121 @@ def summary() -> str:
     return "\n".join(["| what | figure | file |", "|---|---|---|", *lines])
 
 
-_RULES = ("balanced", "verl", "dynamic CP", "ours, width 1", "ours")  # of public.py
+_RULES = {  # of public.py
+    "rival": "best rival",
+    "verl": "verl's balance, 1F1B",
+    "dynamic CP": "dynamic CP, free exchange",
+    "dynamic CP, taxed": "dynamic CP, taxed as ours",
+    "ours, width 1": "ours, width 1",
+    "ours": "ours, width auto",
+}
 
 
 def public() -> str:
-    """The table of public workloads on the page of results: makespan over work."""
-    names = ("packed, balanced, 1F1B", "verl's balance, 1F1B", "dynamic CP, 1F1B", "ours, width 1", "ours, width auto")
-    lines = [f"| data, model | DP | {' | '.join(names)} | width | GB | planning, CPU s |", "|---" * 10 + "|"]
-    for row in _read("public")["rows"]:
-        steps, ours = row["steps"], row["steps"]["ours"]
+    """The table of public workloads on the page of results: makespan over the work of all ranks."""
+    heads = ["data, model", "DP", *_RULES.values(), "the rival", "width", "GB", "planning, CPU s"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = _read("public")["rows"]
+    for row in rows:
+        steps, ours = row["steps"], row["steps"]["ours"] or {}
         best = min(step["over_work"] for step in steps.values() if step)
-        cells = [_over_work(steps[rule], best) for rule in _RULES]
-        shown = [f"{row['data']}, {row['model']}", str(row["plane"]), *cells]
-        shown += [str(ours["width"]), f"{ours['peak_gb']:.0f}", f"{ours['cpu_s']:.2f}"]
+        shown = [f"{row['data']}, {row['model']}", str(row["plane"])]
+        shown += [_over_work(steps[rule], best) for rule in _RULES]
+        shown += [steps["rival"]["rival"].removeprefix("packed ") if steps["rival"] else ""]
+        shown += [str(ours[key]) if key == "width" else f"{ours[key]:.{n}f}" for key, n in _OF_OURS.items()] or [""] * 3
         lines.append(f"| {' | '.join(shown)} |")
-    return "\n".join(lines)
+    return "\n".join([*_public_gains(rows), "", *lines, "", *_public_bars(rows)])
+
+
+_OF_OURS = {"width": 0, "peak_gb": 0, "cpu_s": 2}
+
+
+def _public_gains(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """In how many rows ours ends before each rule, or after it, and by how much in the median."""
+    for rule in ("rival", "verl", "dynamic CP", "dynamic CP, taxed"):
+        both = [row for row in rows if row["steps"][rule] and row["steps"]["ours"]]
+        ratios = [row["steps"]["ours"]["makespan_s"] / row["steps"][rule]["makespan_s"] for row in both]
+        behind = [row for row, ratio in zip(both, ratios, strict=True) if ratio > 1.0005]
+        named = ", ".join(f"{row['data']} {row['model']} DP{row['plane']}" for row in behind)
+        text = f"- over {_RULES[rule]}: in the median {100 * (1 - statistics.median(ratios)):.1f} % less time"
+        text += f"; ours is behind in {len(behind)} of {len(both)} rows ({named})" if behind else "; never behind"
+        yield f"{text}." if len(both) == len(rows) else f"{text}. It does not fit in {len(rows) - len(both)} rows."
+
+
+def _public_bars(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    missed = [f"{row['data']} {row['model']} DP{row['plane']}: {fault}" for row in rows for fault in row["missed"]]
+    yield f"Bars that are missed: {'; '.join(missed) or 'none'}."
+
+
+def rollouts() -> str:
+    """The table of rollouts on the page of results: makespan over the floor, of 128 rollouts."""
+    names = {
+        "rival": "packed rows, best schedule", "verl": "verl", "slime": "slime", "nemo-rl": "NeMo-RL", "whole": "ours",
+        "pieces": "ours in pieces", "placed": "ours, placed, split", "order": "bound of the order",
+    }  # fmt: skip
+    lines = [f"| model, data | {' | '.join(names.values())} |", "|---" * (len(names) + 1) + "|"]
+    gains = []
+    for row in _read("rollouts")["rows"]:
+        if row["rollouts"] != 128:
+            continue
+        over = row["over_floor"]
+        figures = ["does not fit" if over[name] is None else f"{over[name]:.3f}" for name in names]
+        what = f"{row['model'].split('-')[-1].upper()}, {row['data']}"
+        lines.append(f"| {what} | {' | '.join(figures)} |")
+        rivals = {names[name]: over[name] for name in ("rival", "verl", "slime", "nemo-rl") if over[name]}
+        best = min(value for name in ("whole", "pieces", "placed") if (value := over[name]))
+        even = describe_gain(over["whole"], rivals).partition(" time ")[0]
+        faults = f" Missed: {', '.join(row['missed'])}." if row["missed"] else ""
+        gains.append(f"- {what}: **{describe_gain(best, rivals)}**; whole rollouts on even layers {even}.{faults}")
+    return "\n".join([*gains, "", *lines])
+
+
+def one_gpu() -> str:
+    """The table of one GPU on the page of results."""
+    columns = {"flash-attn 4": _read("h100_flash_attn_4"), "torch's attention": _read("h100")}
+    ways = ("ours", "ours, without kernels", "packing, whole rows", "padding, grouped by length")
+    heads = [
+        f"{name}: {what}"
+        for name in columns
+        for what in ("real tokens/s", "MFU", "seconds, peak: predicted ÷ measured")
+    ]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for way in ways:
+        cells = []
+        for result in columns.values():
+            step = result["steps"][way]
+            cells += [f"{step['real_tokens_per_s']:,.0f}", f"{100 * step['mfu']:.1f} %"]
+            cells += [f"{step['predicted_over_measured_s']:.2f}, {step['predicted_over_measured_peak']:.2f}"]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    gains = []
+    for name, result in columns.items():
+        gain, bare = (_gain_per_token(result["steps"], ways[2:], own) for own in ways[:2])
+        gains.append(f"- {name}: **{gain}**, with our kernels in both; without them in ours {bare}.")
+    return "\n".join([*gains, "", *lines])
+
+
+def _gain_per_token(steps: Mapping[str, Any], rivals: Sequence[str], ours: str = "ours") -> str:
+    per_token = {name: 1 / steps[name]["real_tokens_per_s"] for name in (ours, *rivals)}
+    return describe_gain(per_token[ours], {name: per_token[name] for name in rivals})
+
+
+def gpu_peers() -> str:
+    """The table of TRL on one GPU on the page of results."""
+    ways = _read("gpu_peers")["ways"]
+    names = {
+        "megatron": "`dynapipe train`", "transformers": "`--backend transformers`", "packed": "SFTTrainer, packing",
+        "padding-free": "padding-free", "padded": "padded, grouped by length",
+    }  # fmt: skip
+    figures = [f"{ways[name]['real_tokens_per_s']:,.0f}" for name in names]
+    gains = {
+        name: _gain_per_token(ways, ("packed", "padding-free", "padded"), name) for name in ("megatron", "transformers")
+    }
+    said = [
+        f"- {names[name]}: **{gain.replace('packed', 'SFTTrainer with packing')}**." for name, gain in gains.items()
+    ]
+    return "\n".join(
+        [*said, "", f"| {' | '.join(names.values())} |", "|---" * len(names) + "|", f"| {' | '.join(figures)} |"]
+    )
 
 
 def _over_work(step: dict[str, Any] | None, best: float) -> str:
@@ -100,16 +200,35 @@ def _exactness() -> Iterator[tuple[str, str, str]]:
 
 def _tools() -> Iterator[tuple[str, str, str]]:
     for data, result in _read("finetune")["data"].items():
-        costs = ", ".join(f"{way} {cost:.0f}" for way, cost in result["cpu_us_per_real_token"].items())
-        yield f"fine-tuning on {data}: CPU µs a real token", costs, "finetune"
+        costs = {_OTHER_WAYS.get(way, way): cost for way, cost in result["cpu_us_per_real_token"].items()}
+        ours_us = costs.pop("ours")
+        gain = describe_gain(ours_us, costs).replace("time", "CPU time").replace("rival", "way")
+        others = ", ".join(f"{way} {cost:.0f}" for way, cost in sorted(costs.items(), key=lambda one: one[1]))
+        yield f"fine-tuning on {data}: CPU µs per real token", f"{gain}: ours {ours_us:.0f}, {others}", "finetune"
     estimate = _read("estimate")
     errors = [row["error"] for row in estimate["published_step_times"]]
     yield "published step times, estimated", f"{100 * min(errors):.0f} to {100 * max(errors):+.0f} %", "estimate"
     memory = estimate["memory"]
     exact, stored = f"{memory['states_exact']} of {memory['shapes']}", memory["stored"]["largest"]
     yield "memory, estimated", f"states exact in {exact} shapes, stored bytes within {100 * stored:.1f} %", "estimate"
-    cost = _read("overhead")["instructions"]["cpu_us_an_instruction"]
-    yield "CPU µs an instruction of the executor", f"{cost:.1f}", "overhead"
+    overhead = _read("overhead")
+    yield (
+        "CPU µs per instruction of the executor",
+        f"{overhead['instructions']['cpu_us_an_instruction']:.1f}",
+        "overhead",
+    )
+    for stages, name in (("pp2_stages1", "PP2"), ("pp4_stages1", "PP4"), ("pp2_stages2", "PP2, two stages per rank")):
+        cpu = {
+            who: [overhead["actions"][f"{stages}_{who}_{what}_us"] for what in ("process", "thread")]
+            for who in ("ours", "torch")
+        }
+        gain = describe_gain(cpu["ours"][0], {"torch.distributed.pipelining": cpu["torch"][0]}).replace(
+            "time", "CPU time"
+        )
+        figures = "; ".join(
+            f"{who} {process:.0f} process, {thread:.0f} thread" for who, (process, thread) in cpu.items()
+        )
+        yield f"CPU µs per action, {name}", f"{gain.replace('the best rival, ', '')}: {figures}", "overhead"
 
 
 def _read(name: str) -> Any:
@@ -290,26 +409,37 @@ def _step() -> tuple[str, str, str, str]:
 def _pieces() -> tuple[str, str, str, str]:
     result = _read("long")
     row = next(r for r in result["rows"] if (r["model"], r["dp"], r["data"]) == ("llama-2-7b", 2, "tail"))
-    figure = f"**{row['over_floor']:.2f} × the bound** in pieces, {row['whole_over_floor']:.2f} × whole"
-    return f"one sample of {row['longest'] // 1024}k among short ones", figure, "simulated, Llama 2 7B", "long"
+    rivals = {"ideal dynamic CP": row["dynamic_cp_over_floor"], "whole samples": row["whole_over_floor"]}
+    figure = f"**{describe_gain(row['over_floor'], rivals)}**: {row['over_floor']:.2f} × the bound in pieces"
+    figure += f", {row['whole_over_floor']:.2f} × whole"
+    what = f"one sample of {row['longest'] // 1024}k among short ones"
+    return what, figure, "simulated, Llama 2 7B", "long"
 
 
 def _gpu() -> tuple[str, str, str, str]:
-    result = _read("h100_flash_attn_4")
-    best, usual = (steps["ours"] for steps in (result["steps"], _read("h100")["steps"]))
-    figure = f"**{best['real_tokens_per_s']:,.0f} tokens/s, {100 * best['mfu']:.0f} % MFU** with flash-attn 4"
-    figure += f"; {usual['real_tokens_per_s']:,.0f}, {100 * usual['mfu']:.0f} % without"
-    figure += f"; whole packed rows {result['steps']['packing, whole rows']['real_tokens_per_s']:,.0f}"
-    what = f"{result['parameters'] / 1e9:.2f}B parameters, one GPU"
+    result, usual = _read("h100_flash_attn_4"), _read("h100")
+    best = result["steps"]["ours"]
+    gain = _gain_per_token(result["steps"], ("packing, whole rows", "padding, grouped by length"))
+    gain = gain.replace("packing, whole rows", "whole packed rows")
+    rates = f"{best['real_tokens_per_s']:,.0f} tokens/s, {100 * best['mfu']:.0f} % MFU with flash-attn 4"
+    figure = f"**{gain}**: {rates}; {usual['steps']['ours']['real_tokens_per_s']:,.0f} without"
+    what = f"{result['parameters'] / 1e9:.2f}B parameters, one GPU, our kernels in all"
     return what, figure, "measured, one H100", "h100_flash_attn_4"
+
+
+_OTHER_WAYS = {  # of finetune.py
+    "collator": "a packing collator", "length groups": "grouped by length", "TRL-style": "TRL's packing",
+}  # fmt: skip
 
 
 def _tuning() -> tuple[str, str, str, str]:
     result = _read("finetune")
     cost = result["data"]["chats"]["cpu_us_per_real_token"]
-    figure = f"**{cost['ours']:.0f} µs a token**; TRL's way {cost['TRL-style']:.0f}, a packing collator"
-    figure += f" {cost['collator']:.0f}"
-    return "fine-tuning on chats", figure, f"measured, CPU seconds; {result['machine']}", "finetune"
+    others = {name: cost[way] for way, name in _OTHER_WAYS.items()}
+    gain = describe_gain(cost["ours"], others).replace("time", "CPU time").replace("rival", "way")
+    slower = ", ".join(f"{name} {value:.0f}" for name, value in sorted(others.items(), key=lambda one: one[1])[1:])
+    figure = f"**{gain}**: {cost['ours']:.0f} µs; {slower}"
+    return "fine-tuning on chats, without flash-attn", figure, f"measured; {result['machine']}", "finetune"
 
 
 def _bits() -> tuple[str, str, str, str]:
@@ -335,6 +465,9 @@ def blocks() -> tuple[tuple[Path, str, str], ...]:
         (PAGE, "workload", workload(_read("workload"), _read("emulated"))),
         (PAGE, "summary", summary()),
         (PAGE, "public", public()),
+        (PAGE, "rollouts", rollouts()),
+        (PAGE, "one-gpu", one_gpu()),
+        (PAGE, "gpu-peers", gpu_peers()),
     )
 
 

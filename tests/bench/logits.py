@@ -23,6 +23,7 @@ from typing import Any
 
 from contenders import provenance
 from long import LIMIT_BYTES, Case
+from proven import planned_step
 
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, sample_lengths
 from dynapipe_ext.costs.analytic import AnalyticCosts
@@ -65,7 +66,8 @@ def in_own_process(tokens: int, vocab: int, hidden: int, *, slices: bool) -> dic
 
 def planned(costs: AnalyticCosts, tokens: int) -> StepPlan | None:
     try:
-        return Planner(costs.topology, costs, LIMIT_BYTES, layout="packed").plan(sample_lengths([tokens]))
+        planner = Planner(costs.topology, costs, LIMIT_BYTES, layout="packed")
+        return planned_step(planner, sample_lengths([tokens])).step_plan
     except PlanError:
         return None
 

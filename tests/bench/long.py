@@ -1,6 +1,6 @@
 """Batches with long tails: whole samples, samples in pieces, and an ideal dynamic context parallelism beside.
 
-    python tests/bench/long.py [--shared DIR] [--machine TEXT]
+    python tests/bench/long.py [--shared DIR] [--machine TEXT] [--simulated-only]
 
 Simulated on counted costs: Llama 2 7B (TP8 PP4) and Llama 3 70B (TP8 PP8), of "tail" and "one" Llama 3 8B (TP2 PP4)
 as well; DP2 and DP4, bf16, sequence parallelism, flash attention, ZeRO 1, 350 TFLOP/s a device, 0.1 ms an action and
@@ -11,13 +11,13 @@ the rest lognormal with median 500, 95 % of it below 2k and none above 8k. "one"
 with median 200. "long": lognormal, median 12,000, up to 128k. "short": the rest of "tail" alone. With DIR (default
 ../shared beside the repository) the multi-task lengths and the meetings of QMSum in its data, one to one by tokens.
 
-Floor: the larger of work over all replicas and the longest sample's own work, each on its busiest rank, without any
-overhead but one of an action for the longest. Ideal dynamic context parallelism: every sample runs over all replicas at
-once, split perfectly and for nothing; that is one replica whose ranks are as many times as fast and have as many times
-the memory beside their states, which our planner plans with whole samples. Planning: CPU seconds. Bound: no order of
-a plan's own micro-batches, recomputed as they are, ends earlier. One plan of pieces (7B, "tail", PP4 x DP2) also runs
-on real ranks that sleep, at an eighth of the pace (emulation.py).
-Writes results/long.json; exit status 1 where a bar is missed. long_picture.py draws one of the batches.
+Every step is proven. Floor: the larger of the work over all ranks, without overheads, and the longest sample's own
+work, one rank after the other, with one overhead of an action. Ideal dynamic context parallelism: every sample runs
+over all replicas at once, split perfectly and for nothing; that is one replica whose ranks are as many times as fast
+and have as many times the memory beside their states, which our planner plans with whole samples. Planning: CPU
+seconds. Bound: no order of a plan's own micro-batches, recomputed as they are, ends earlier. One plan of pieces (7B,
+"tail", PP4 x DP2) also runs on real ranks that sleep, at an eighth of the pace (emulation.py). Writes
+results/long.json; exit status 1 where a bar is missed. long_picture.py draws one of the batches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bound import free_bound_s
 from contenders import provenance
+from proven import planned_step
 
 from dynapipe_ext.batch.micro_batches import Pieces, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
@@ -118,7 +120,7 @@ def planned(costs: AnalyticCosts, samples: list[SampleLength], pieces: Pieces) -
     planner = Planner(costs.topology, costs, LIMIT_BYTES, layout="packed", pieces=pieces)
     start_s = time.process_time()
     try:
-        plan = planner.plan(samples)
+        plan = planned_step(planner, samples).step_plan
     except PlanError:
         plan = None
     return plan, time.process_time() - start_s
@@ -131,7 +133,7 @@ def spread_over_replicas_s(case: Case, samples: list[SampleLength]) -> float | N
     one = replace(costs, topology=Topology(tp=case.tp, pp=case.pp), flops_per_s=case.dp * costs.flops_per_s)
     limit = int(one.static_bytes().max()) + case.dp * (LIMIT_BYTES - static)
     try:
-        return Planner(one.topology, one, limit, layout="packed").plan(samples).makespan_s
+        return planned_step(Planner(one.topology, one, limit, layout="packed"), samples).step_plan.makespan_s
     except PlanError:
         return None
 
@@ -141,12 +143,18 @@ def floor_s(case: Case, samples: list[SampleLength]) -> float:
     costs = case.costs
     free = replace(costs, overhead_ns=0, layer_overhead_ns=0)
     needs = [(s.encoder, 0) for s in samples]
-    ranks = costs.topology.stage_ranks
-    work = batch_floor(free, needs, ranks, split=False, packed=True, pieces=True)
-    longest = batch_floor(costs, needs, ranks, split=False, packed=True, pieces=True)
-    assert work is not None
+    longest = batch_floor(costs, needs, costs.topology.stage_ranks, split=False, packed=True, pieces=True)
     assert longest is not None
-    return max(float(work.work_ns.max()) / case.dp, longest.chain_ns) / 1e9
+    return max(free_bound_s(free, samples, costs.topology, pieces=True), longest.chain_ns / 1e9)
+
+
+def busiest_s(case: Case, samples: list[SampleLength]) -> float:
+    """The floor with the work of the busiest rank of even layers in place of that of all ranks: the bars' measure."""
+    free = replace(case.costs, overhead_ns=0, layer_overhead_ns=0)
+    needs = [(s.encoder, 0) for s in samples]
+    work = batch_floor(free, needs, free.topology.stage_ranks, split=False, packed=True, pieces=True)
+    assert work is not None
+    return max(float(work.work_ns.max()) / case.dp / 1e9, floor_s(case, samples))
 
 
 def measured(case: Case, shared: Path) -> dict[str, Any]:
@@ -161,6 +169,7 @@ def measured(case: Case, shared: Path) -> dict[str, Any]:
         "tokens": sum(s.encoder for s in samples), "longest": max(s.encoder for s in samples), "floor_s": least_s,
         "makespan_s": cut.makespan_s, "bound_s": cut.lower_bound_s,
         "over_floor": cut.makespan_s / least_s,
+        "over_busiest": cut.makespan_s / busiest_s(case, samples),
         "over_whole": None if whole is None else cut.makespan_s / whole.makespan_s,
         "whole_over_floor": None if whole is None else whole.makespan_s / least_s,
         "dynamic_cp_over_floor": None if spread_s is None else spread_s / least_s,
@@ -194,8 +203,8 @@ def missed(row: Mapping[str, Any]) -> list[str]:
     over_whole = row["over_whole"]
     if over_whole is not None and over_whole > (MOST_OVER_WHOLE if row["data"] == "tail" else 1.0):
         faults.append("over_whole")
-    if row["data"] in ("tail", "one", "long") and row["over_floor"] > MOST_OVER_FLOOR[row["dp"]]:
-        faults.append("over_floor")
+    if row["data"] in ("tail", "one", "long") and row["over_busiest"] > MOST_OVER_FLOOR[row["dp"]]:
+        faults.append("over_busiest")
     if (row["cpu_over_whole"] or 0) > MOST_CPU_OVER_WHOLE:
         faults.append("cpu_over_whole")
     return faults
@@ -222,13 +231,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--machine", default="")
+    parser.add_argument("--simulated-only", action="store_true", help="keep the emulated step of the former result")
     args = parser.parse_args()
     rows = []
     for case in cases(args.shared):
         rows.append(measured(case, args.shared))
         print(case, rows[-1]["over_floor"], rows[-1]["over_whole"], file=sys.stderr, flush=True)
     tail = next(cases(args.shared))
-    slept = emulated(tail, lengths(tail, args.shared))
+    former = json.loads(RESULT.read_text())["emulated"] if args.simulated_only else None
+    slept = former or emulated(tail, lengths(tail, args.shared))
     result = {"format": FORMAT, **provenance(args.machine), "rows": rows, "emulated": slept}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(text(result))

@@ -28,15 +28,13 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from contenders import provenance
+from proven import in_best_orders_s, planned_step
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.judge.simulate import last_end_ns, peak_bytes, simulate_ns
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.settings.plan_rules import ScheduleName
 from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.splits.packing import RowRule, document_costs, micro_batch_evaluate, pack
@@ -130,24 +128,11 @@ def simple_s(
     if len(micro_batches) < topology.dp:
         return None
     times = micro_batch_evaluate(costs)(micro_batches)[0].tolist()
-    ends = []
-    for group in assign_replicas(times, topology.dp):
-        if schedule_name == "interleaved-1f1b" and len(group) % topology.pp:
-            return None
-        ascending = sorted(group, key=times.__getitem__)
-        fitting = []
-        for order in (group, ascending, ascending[::-1]):
-            priced = costs.evaluate([micro_batches[i] for i in order])
-            try:
-                schedule = schedule_of_costs(schedule_name, topology.stage_ranks, LIMIT_BYTES, priced)
-            except PlanError:
-                continue
-            if max(peak_bytes(schedule, priced)) <= LIMIT_BYTES:
-                fitting.append(last_end_ns(simulate_ns(schedule, priced)))
-        if not fitting:
-            return None
-        ends.append(min(fitting))
-    return max(ends) / 1e9
+    groups = assign_replicas(times, topology.dp)
+    if schedule_name == "interleaved-1f1b" and any(len(group) % topology.pp for group in groups):
+        return None
+    replicas = [[micro_batches[i] for i in group] for group in groups]
+    return in_best_orders_s(schedule_name, replicas, costs, topology.stage_ranks, LIMIT_BYTES)
 
 
 def measured(
@@ -169,7 +154,8 @@ def measured(
         return None
     best = min(fitting, key=lambda name: fitting[name])
     begin = time.process_time()
-    plan = Planner(topology, costs, LIMIT_BYTES, layout=layout, split_backward=placement == "v").plan(lengths)
+    planner = Planner(topology, costs, LIMIT_BYTES, layout=layout, split_backward=placement == "v")
+    plan = planned_step(planner, samples).step_plan
     cpu_s = time.process_time() - begin
     return {
         "samples": len(lengths),

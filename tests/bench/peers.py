@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from peer_rules import first_fit_in_order, verl_rule
+from proven import proven
 
 from dynapipe_ext.batch.micro_batches import (
     LAYER_RECOMPUTES,
@@ -100,7 +101,7 @@ def peer_plan(
 
 
 def step_plan(replicas: Replicas, schedule: Scheduler, costs: CostModel, limit_bytes: int) -> StepPlan:
-    """A plan of given micro-batches, scheduled and simulated. Raises PlanError above the limit."""
+    """A plan of given micro-batches, scheduled, simulated and proven. Raises PlanError above the limit."""
     plans, schedules, predictions, evaluated = [], [], [], []
     for dp_rank, micro_batches in enumerate(replicas):
         priced = costs.evaluate(micro_batches)
@@ -121,7 +122,8 @@ def step_plan(replicas: Replicas, schedule: Scheduler, costs: CostModel, limit_b
         )
         evaluated.append(priced)
     batch = GlobalBatchPlan(step=0, replicas=tuple(plans))
-    return StepPlan(batch, tuple(schedules), tuple(predictions), tuple(evaluated))
+    step = StepPlan(batch, tuple(schedules), tuple(predictions), tuple(evaluated))
+    return proven(step, costs, limit_bytes).step_plan
 
 
 def natural(costs: MicroBatchCosts, limit_bytes: int) -> PipelineSchedule:

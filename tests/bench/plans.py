@@ -33,6 +33,7 @@ import numpy as np
 from contenders import best_topology, provenance
 from judged import CASES, MANY, MEMORY_GB, Bench, Case, Measured, closed_share, samples_of, write_many
 from peers import peer_plan, renumbered
+from proven import proven
 
 from dynapipe_ext.batch.micro_batches import Layout
 from dynapipe_ext.batch.topology import Topology
@@ -135,6 +136,7 @@ def _to_judge(
 ) -> Callable[[], Measured]:
     path = bench.scratch / f"{case.file}.{index}.{column.replace(', ', '-')}.json"
     path.write_text(json.dumps(plan_json(plan, topology)))
+    proven(plan, bench.costs(case).over(topology)[0])
     load = os.getloadavg()[0]
     packed = any(m.layout == "packed" for m in plan.batch.micro_batches)
 

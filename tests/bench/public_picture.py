@@ -21,7 +21,7 @@ MODEL, TOP = "7B", 3.0
 WIDTH, LEFT, HEAD, HEIGHT, FOOT = 1000, 44, 54, 210, 40
 FILLS = {PEERS[0]: "#c9d2dd", PEERS[1]: "#98a7ba", PEERS[2]: "#ec9a4c", OURS: "#3f83cf"}
 NAMES = {
-    PEERS[0]: "packed, balanced, 1F1B",
+    PEERS[0]: "best packed rival",
     PEERS[1]: "verl's balance, 1F1B",
     PEERS[2]: "dynamic context parallelism, 1F1B, free communication",
     OURS: "ours, width auto",

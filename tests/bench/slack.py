@@ -24,7 +24,9 @@ import numpy as np
 from contenders import TOPOLOGY, Batch, Costs, cost_model, measured_to_file, provenance, read_batches
 from emulation import GivenStep, run_steps
 from noise import Noise, measure_slack, noisy_costs, readiness_first
+from proven import planned_step
 
+from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.instructions import lower
@@ -108,7 +110,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def simulated(kind: Kind, costs: Costs, batches: Sequence[Batch], num_seeds: int) -> Iterator[dict[str, Any]]:
     """A row for each slow stage; every replica of every batch under every seed is a sample."""
     planner = kind.planner(costs)
-    plans = [planner.plan(batch.lengths) for batch in batches]
+    plans = [planned_step(planner, sample_lengths(batch.lengths)).step_plan for batch in batches]
     cases = [case for plan in plans for case in zip(plan.schedules, plan.costs, strict=True)]
     for slow_stage in SLOW_STAGES:
         slacks = [
@@ -168,7 +170,7 @@ def emulated(kind: Kind, costs: Costs, batch: Batch, args: argparse.Namespace) -
     Of a draw's rounds the fastest counts: whatever else the machine does only ever delays sleeping ranks.
     """
     planner = kind.planner(costs)
-    plan = planner.plan(batch.lengths)
+    plan = planned_step(planner, sample_lengths(batch.lengths)).step_plan
     draws: list[tuple[int | None, int]] = [(slow, seed) for slow in EMULATED_SLOW_STAGES for seed in range(args.draws)]
     cases, steps = [], []
     for draw in (None, *draws):

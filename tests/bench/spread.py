@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 from contenders import provenance
 from judged import CASES, MEMORY_GB, Bench, Case, samples_of
+from proven import planned_step
 
 from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
@@ -132,7 +133,7 @@ def counted_ways(
         row["busiest"] = float(rank_work(planner.costs, topology, samples).max() * pp
                                / rank_work(planner.costs, topology, samples).sum())  # fmt: skip
         try:
-            plan = planner.plan(samples)
+            plan = planned_step(planner, samples).step_plan
         except PlanError as error:
             yield row | {"refused": str(error)}
             continue
@@ -161,10 +162,10 @@ def table_rows(shared: Path, scratch: Path) -> Iterator[dict[str, Any]]:
             )  # fmt: skip
             batches = [samples_of(case, batch) for batch in bench.batches(case)]
             spread = [spread_planner(case, planner, name) for name in get_args(PlacementName)]
-            plans = [[one.plan(samples) for samples in batches] for one in spread]
+            plans = [[planned_step(one, samples).step_plan for samples in batches] for one in spread]
             least = min(range(len(spread)), key=lambda k: sum(plan.makespan_ns for plan in plans[k]))
-            bounds_s = [judged(bench, case, i, plan_json(planner.plan(samples), planner.topology))["batch_bound_s"]
-                        for i, samples in enumerate(batches)]  # fmt: skip
+            whole = [plan_json(planned_step(planner, samples).step_plan, planner.topology) for samples in batches]
+            bounds_s = [judged(bench, case, i, plan)["batch_bound_s"] for i, plan in enumerate(whole)]
             yield table_row(bench, case, spread[least].topology, split, plans[least], bounds_s)
 
 

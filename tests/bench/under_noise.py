@@ -29,10 +29,13 @@ from contenders import (
     read_batches,
 )
 from noise import Noise, noisy_costs
+from proven import planned_step
 
+from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.rivals import list_rivals
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 RESULT = Path(__file__).parent / "results" / "under_noise.json"
@@ -80,24 +83,18 @@ def searched(directory: Path | None, batches: Sequence[Batch], seeds: Sequence[i
                 )
                 plans, start_s = [], time.process_time()
                 for batch in batches:
-                    plans.append(planner.plan(batch.lengths))
+                    plans.append(planned_step(planner, sample_lengths(batch.lengths)).step_plan)
                 cpu_s = (time.process_time() - start_s) / len(batches)
                 what = f"{name}, {'split' if split else 'whole'} backwards"
                 yield of_plans(what, plans, seeds) | {"noise": noise, "planning_cpu_s": cpu_s}
 
 
 def published(directory: Path | None, batches: Sequence[Batch]) -> list[StepPlan]:
-    """The best of balanced packed rows of a few lengths under ZB-V."""
+    """The packed rows of ZB-V, the rival with the least idle time."""
     costs, _ = cost_model(directory, V)
-    plans = []
-    for batch in batches:
-        tried = []
-        for rows in (2048, 4096, 8192):
-            rules: dict[str, Any] = {"rule": "packed-balanced", "layout": "packed", "max_tokens": rows}
-            planner = Planner(V, costs, MEMORY_LIMIT_BYTES, schedule="zb-v", pad_multiple=1, **rules)
-            tried.append(planner.plan(batch.lengths))
-        plans.append(min(tried, key=lambda plan: plan.makespan_ns))
-    return plans
+    (rules,) = (rival.rules for rival in list_rivals(V.pp) if rival.schedule == "zb-v")
+    planner = Planner(V, costs, MEMORY_LIMIT_BYTES, pad_multiple=1, **rules)
+    return [planned_step(planner, sample_lengths(batch.lengths)).step_plan for batch in batches]
 
 
 def of_plans(what: str, plans: Sequence[StepPlan], seeds: Sequence[int]) -> dict[str, Any]:

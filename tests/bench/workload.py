@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import headlines
+from bound import free_bound_s
 from contenders import (
     COLUMNS,
     MEMORY_LIMIT_BYTES,
@@ -35,10 +36,8 @@ from contenders import (
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import DataError, DynaPipeError, PlanError
 from dynapipe_ext.executor.proven_step import ProvenStep
-from dynapipe_ext.schedules.judge.bounds import batch_floor_ns
 from dynapipe_ext.tools.account.report import RunReport, RunResult
 from dynapipe_ext.tools.show.plan_drawing import Pane, drawn, legend_of_kinds
 
@@ -46,15 +45,6 @@ FORMAT = "dynapipe-workload/1"
 RESULT = Path(__file__).parent / "results" / "workload.json"
 PICTURE = Path(__file__).resolve().parents[2] / ".github" / "packed.svg"
 Steps = dict[str, ProvenStep]  # by column; a column that does not fit is absent
-
-
-def bound_s(costs: CostModel, lengths: Sequence[int], topology: Topology) -> float:
-    """Return seconds that no step of these samples on this many ranks can beat, whatever its layout, order, placement,
-    recomputation and splitting of backwards: the least work of the whole model, divided by the ranks."""
-    stages = (0,) * costs.num_stages
-    work_ns = batch_floor_ns(costs, sample_lengths(lengths), stages, dp=1, split=True, packed=True, pieces=False)
-    assert work_ns is not None  # of a CostTable or TokenCosts
-    return work_ns / (topology.pp * topology.dp) / 1e9
 
 
 def measure_batch(
@@ -84,7 +74,10 @@ def measure_batch(
             "micro_batches": sum(len(replica.micro_batches) for replica in plan.batch.replicas),
             "peak_gb": proven.peak_bytes / 1e9,
         }
-    figures: dict[str, Any] = {"bound_s": bound_s(costs_over(TOPOLOGY), batch.lengths, TOPOLOGY), "ways": ways}
+    figures: dict[str, Any] = {
+        "bound_s": free_bound_s(costs_over(TOPOLOGY), sample_lengths(batch.lengths), TOPOLOGY),
+        "ways": ways,
+    }
     if raw := batch.reference:
         figures["reference"] = {
             "makespan_s": max(raw["makespan_ms"]) / 1e3,
@@ -133,6 +126,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the result there, and neither picture nor pages")
     args = parser.parse_args()
     try:
+        if args.report and not args.costs:
+            return add_report(RunReport.read(args.report))
         result, picture = measure(args)
     except (DynaPipeError, OSError) as error:
         parser.error(str(error))
@@ -143,6 +138,14 @@ def main() -> int:
     if args.costs and args.shared and not args.output:
         PICTURE.write_text(picture, encoding="utf-8")
         headlines.write_pages()
+    return 0
+
+
+def add_report(report: RunReport) -> int:
+    """Put a compared run into the result file and its figures into the pages; all else stays."""
+    result = json.loads(RESULT.read_text()) | {"compared_run": report_rows(report)}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    headlines.write_pages()
     return 0
 
 

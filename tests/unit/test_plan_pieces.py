@@ -103,7 +103,11 @@ def test_the_page_of_long_samples_and_its_picture_tell_what_the_bench_found(root
     assert re.findall(r"([\d.]+) × the bound", picture) == [whole, cut]
     told = (root / ".github/docs/long-samples.md").read_text()
     assert f"takes {cut} times that bound" in told
-    assert f"in pieces, {whole} times whole" in told
+    ideal = f"{row['dynamic_cp_over_floor']:.2f}"
+    assert (
+        f"in pieces, {whole} times whole; an ideal dynamic context parallelism, which exchanges for free, {ideal}"
+        in told
+    )
     big = [row for row in rows if (row["model"], row["data"]) == ("llama-3-8b", "one")]
     assert len(big) == 2
     for row in big:  # "one sample of 256k fits Llama 3 8B on TP2 PP4 so"

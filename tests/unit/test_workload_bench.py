@@ -8,17 +8,22 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import DataError, PlanError, VerificationError
+from dynapipe_ext.models.named_models import preset
+from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
@@ -38,7 +43,7 @@ def load(name: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Any]:
     """The scripts, which are no package: each imports the ones before it."""
-    names = ("contenders", "headlines", "workload")
+    names = ("bound", "contenders", "headlines", "workload", "proven")
     yield {name: load(name) for name in names}
     for name in names:
         sys.modules.pop(name)
@@ -134,6 +139,21 @@ def test_the_table_begins_with_the_gain_over_the_best_rival_and_shows_emulated_s
     assert "| packed interleaved 1F1B |  |  | does not fit |  |  |  |" in text
     for stale in (None, emulated | {"scale": 2}, emulated | {"costs_fingerprint": "g"}):
         assert "2.100 s" not in headlines.workload(result, stale)
+
+
+def test_a_plan_that_the_proof_rejects_is_not_timed(bench: Any) -> None:
+    """Replicas that share experts meet in every micro-batch, so that orders of their own would wait for ever."""
+    proven, topology = bench["proven"], Topology(tp=2, pp=2, dp=2)
+    costs = AnalyticCosts(preset("mixtral-8x7b"), topology, flops_per_s=350e12, overhead_ns=100_000, ep=2)
+    planner = Planner(topology, costs, 1e15, layout="packed", replica_counts="equal")
+    samples = sample_lengths([4000, 300, 300, 2500, 900, 900, 100, 50, 50, 1800, 700, 20])
+    with pytest.raises(VerificationError):
+        proven.planned_step(planner, samples)
+    step = proven.planned_step(replace(planner, schedule="1f1b"), samples)
+    assert proven.fastest([lambda: step]) is step
+    replicas = [replica.micro_batches for replica in step.step_plan.batch.replicas]
+    with pytest.raises(PlanError, match="needs"):
+        proven.under_schedule("1f1b", replicas, costs, topology.stage_ranks, step.peak_bytes - 1)
 
 
 def run_result(name: str, cpu_s: float, loss: float) -> RunResult:
