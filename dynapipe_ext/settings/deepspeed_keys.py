@@ -135,7 +135,8 @@ def _refuse_values(section: Mapping[str, Any], place: str, path: str | Path) -> 
     for name, value in section.items():
         if value == "auto" or name == "betas" or (value is None and name in _MAY_BE_NULL):
             continue
-        values = value if isinstance(value, list) and value else [value]  # one for all groups of weights, or one each
+        is_of_groups = place.startswith("scheduler") and isinstance(value, list) and value
+        values = value if is_of_groups else [value]  # one for all groups of weights, or one each
         if name in _FLAGS:
             must = "" if isinstance(value, bool) else "true or false"
         elif name == "warmup_type":
