@@ -42,6 +42,7 @@ from dynapipe_ext.data.sample_selection import (
     SampleSubset,
     Tasks,
     check_tasks,
+    describe_samples,
     hold_out,
     read_tasks,
     samples_of_epoch,
@@ -412,14 +413,20 @@ def data_lines(data: RunData) -> list[str]:
 
 def check_data(data: RunData, check: Callable[..., None]) -> None:
     """Call `check(lengths, forwards_alone=…)` for the training data and for the held-out data, which run forwards
-    alone. An error about held-out samples names them so."""
-    check(data.train.lengths, forwards_alone=False)
-    if data.held_out is None:
-        return
-    try:
-        check(data.held_out.lengths, forwards_alone=True)
-    except DynaPipeError as error:
-        raise type(error)(f"[eval] of the held-out data, {error}") from error
+    alone. An error about a sample says whether it is held out, and names the record, not the place in the part."""
+    for part, where in ((data.train, ""), (data.held_out, "[eval] of the held-out data, ")):
+        if part is None:
+            continue
+        try:
+            check(part.lengths, forwards_alone=part is data.held_out)
+        except DynaPipeError as error:
+            text = str(error)
+            if match := re.match(r"sample (\d+)\b", text):
+                record = describe_samples(part.whole, part.indices, (), [int(match[1])])
+                text = f"sample {record}{text[match.end() :]}"
+            if where + text == str(error):
+                raise
+            raise type(error)(f"{where}{text}") from error
 
 
 def refuse_pieces(config: TrainConfig, data: RunData, *, compare: bool) -> None:

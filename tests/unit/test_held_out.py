@@ -14,7 +14,7 @@ from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.data.dataset import TokenDataset, prepare
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.data.sample_selection import describe_samples, format_ranges, hold_out
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.launch.job.run_data import check_data, run_data
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -65,6 +65,13 @@ def test_a_loss_that_is_not_finite_names_all_samples_as_records_of_their_files(
     chosen = [
         i for i, text in enumerate(texts) if text in ("a 7", "b 3", "b 4", "b 5", "b 29", *map("a {}".format, range(4)))
     ]
+    place = next(i for i, text in enumerate(texts) if text == texts[chosen[-1]])
+
+    def check(lengths: object, *, forwards_alone: bool) -> None:
+        raise PlanError(f"sample {place} with 3 tokens cannot be priced: cut it")
+
+    with pytest.raises(PlanError, match=rf"^sample {texts[place][2:]} of file 2 with 3 tokens cannot be priced"):
+        check_data(data, check)
     plan: Any = SimpleNamespace(
         dp_rank=1, micro_batches=[SimpleNamespace(samples=[SampleLength(i, 1) for i in reversed(chosen)])]
     )
