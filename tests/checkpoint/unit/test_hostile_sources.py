@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
+from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
+from dynapipe_ext.tools.checkpoint.megatron.legacy_optimizer import RankOptimizer, optimizer_tensors
 from tests.support.checkpoints import saved, tiny
 
 
@@ -57,3 +60,15 @@ def test_a_spoilt_source_is_refused(
     for target in ("hf", "megatron", "megatron-legacy", "deepspeed"):
         with pytest.raises(DynaPipeError, match=says):
             convert(prepare_conversion(tmp_path / "source", tmp_path / target, target, WriterOptions()))
+
+
+@pytest.mark.parametrize("numbers", [[0, [1]], [0, 0], [0, None]])
+def test_an_optimizer_whose_parameters_have_no_numbers_of_their_own_is_not_carried(
+    numbers: list[Any], tmp_path: Path
+) -> None:
+    weights = {name: StoredTensor(tmp_path, torch.float32, (2, 2), 0) for name in ("a.weight", "b.weight")}
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), next(iter(weights.values())))
+    groups = [{"wd_mult": 1.0, "params": numbers}]
+    rank = RankOptimizer(tmp_path / "rank" / "file.pt", 0, weights, {"state": {0: moments}, "param_groups": groups})
+    assert optimizer_tensors([rank])[0] == {}
+    assert "does not number its parameters, each once" in optimizer_tensors([rank])[1][0]

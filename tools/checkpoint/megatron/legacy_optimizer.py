@@ -69,12 +69,15 @@ def _of_rank(rank: RankOptimizer) -> dict[StateKind, dict[str, StoredTensor]]:
         (rank.optimizer[name] for name in _MASTERS if isinstance(rank.optimizer.get(name), list)), []
     )
     by_kind: dict[StateKind, dict[str, StoredTensor]] = {}
-    seen = 0
+    seen: set[int] = set()
     for i, group in enumerate(groups):
         names = _names_of(rank, group, where)
-        seen += len(names)
+        numbers: list[Any] = group["params"]
+        if not all(type(number) is int for number in numbers) or len({*numbers, *seen}) < len(numbers) + len(seen):
+            raise _UnclearError(f"{where} does not number its parameters, each once")
+        seen.update(numbers)
         copies = list(masters[i]) if i < len(masters) and isinstance(masters[i], list) else []
-        for name, number in zip(names, group["params"], strict=True):
+        for name, number in zip(names, numbers, strict=True):
             state = states.get(number)
             tensors = {kind: state.get(kind) for kind in MOMENTS} if isinstance(state, Mapping) else {}
             if masters and rank.weights[name].dtype in _SIXTEEN_BITS:
@@ -89,8 +92,8 @@ def _of_rank(rank: RankOptimizer) -> dict[StateKind, dict[str, StoredTensor]]:
                 raise _UnclearError(f"{where} has no moments of {name}")
         if copies:
             raise _UnclearError(f"{where} has {len(copies)} fp32 copies more than 16-bit weights")
-    if not len(rank.weights) - len(rank.added) <= seen <= len(rank.weights):
-        raise _UnclearError(f"{where} has {seen} parameters in its groups, but {len(rank.weights)} weights")
+    if not len(rank.weights) - len(rank.added) <= len(seen) <= len(rank.weights):
+        raise _UnclearError(f"{where} has {len(seen)} parameters in its groups, but {len(rank.weights)} weights")
     return by_kind
 
 
