@@ -198,6 +198,8 @@ def test_words_beside_calls_and_thoughts_that_are_lost_are_missed_on_every_path(
     (thought["chosen"][0] if kind == "preference" else thought["messages"][1])["reasoning_content"] = "Dry"
     with pytest.raises(DataError, match="leaves out the thought of message 2"):
         rendered(template, thought, kind)
+    with pytest.raises(DataError, match="leaves out the tools: give a template that has tools"):
+        rendered(template.replace("{{ tools | tojson }}", ""), record(""), kind)  # whose name the call has, too
 
 
 def test_nulls_in_arguments_and_schemas_are_values() -> None:
