@@ -1,14 +1,15 @@
 """Random faults against real jobs, with a matrix of what has been covered.
 
-    python tests/bench/chaos.py --runs N [--seed S] [--jobs J] [--minutes M] [--resume] [--output FILE]
+    python tests/bench/chaos.py --runs N [--seed S] [--jobs J] [--minutes M] [--kills-late] [--resume] [--output FILE]
     python tests/bench/chaos.py --runs N --again OUTCOME
 
 A job is a tiny model on 4 ranks (PP2 x DP2), started by `dynapipe train` (and --resume, as its user would) or by
 `dynapipe launch` (which starts again by itself), with a planner and an embedded store. Each meets a few faults, one
 after the other: every wait of a rank x rank, planner, store, launcher x kill, stop; every file operation of a save x
 kill; every kind of entry in the store x drop, delay, duplicate, corrupt; torchrun; store, disk and files that are full.
-Cells that were hit least often come first. Afterwards weights, losses and files must be those of a job that nobody
-disturbed, no step lost that was saved, and no process, lock or temporary file left (`tests/support/chaos.py`).
+Cells that were hit least often come first. With `--kills-late` there are kills only, after a start's first step.
+Afterwards weights, losses and files must be those of a job that nobody disturbed, no step lost that was saved, and no
+process, lock or temporary file left (`tests/support/chaos.py`).
 Of a run that went wrong a folder is left (`tests/support/chaos.py`, `_keep`): its standard error, its losses beside
 the expected, states of processes, manifests. `--again` does the faults of its outcome.json to N jobs more: the very
 ones, since what a seed draws depends on the runs before it. `--resume` adds runs to those in FILE.
@@ -110,7 +111,7 @@ def run_all(args: argparse.Namespace, folder: Path, runs: Runs) -> None:
     with (
         Preloaded() as preloaded,
         ThreadPoolExecutor(args.jobs) as pool,
-        closing(ChaosJobs(preloaded, folder / "jobs")) as jobs,
+        closing(ChaosJobs(preloaded, folder / "jobs", kills_late=args.kills_late)) as jobs,
     ):
 
         def one(number: int) -> None:
@@ -145,6 +146,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32), help="default: another each time")
     parser.add_argument("--jobs", type=int, default=1, help="at the same time")
+    parser.add_argument("--kills-late", action="store_true", help="kills only, after the first step of a start")
     parser.add_argument("--minutes", type=float, default=0.0, help="begin no run after them; 0: no limit")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--again", type=Path, metavar="OUTCOME", help="outcome.json of a run that went wrong")

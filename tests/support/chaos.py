@@ -73,7 +73,7 @@ _STORE_DEEDS = [
 ]
 _FULL = [("fill", what) for what in ("memory", "memory for a while", "disk", "files")]
 _SOMETIMES = ("planner", "store")  # there is none in some waits
-_ANYWHERE, _PLAN_WAIT, _FILE = "anywhere", "channel._wait: store get", "file: "
+_ANYWHERE, _PLAN_WAIT, _FILE, _STEP = "anywhere", "channel._wait: store get", "file: ", "step: begins"
 
 Command = Literal["train", "launch"]
 
@@ -89,11 +89,13 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a rank of the clean run waited, how often, and which other processes there were then."""
+    """Where a rank of the clean run waited, how often, how often of that before its second step, and which other
+    processes there were then."""
 
     name: str
     rank: int
     count: int
+    num_early: int
     actors: frozenset[str]
 
 
@@ -153,10 +155,11 @@ class JobsClosedError(Exception):
 
 
 class ChaosJobs:
-    """A clean job in `folder` (a short path), made at once, and jobs with faults beside it."""
+    """A clean job in `folder` (a short path), made at once, and jobs with faults beside it. With `kills_late` all
+    faults are kills, which come after the first step of a start."""
 
-    def __init__(self, preloaded: Preloaded, folder: Path) -> None:
-        self._preloaded, self.folder = preloaded, folder.resolve()
+    def __init__(self, preloaded: Preloaded, folder: Path, *, kills_late: bool = False) -> None:
+        self._preloaded, self.folder, self._kills_late = preloaded, folder.resolve(), kills_late
         self._closed = threading.Event()
         (self.folder / "tokenized").mkdir(parents=True)
         (self.folder / "job.toml").write_text(JOB)
@@ -182,6 +185,9 @@ class ChaosJobs:
             there = frozenset[str]().union(*(site.actors for site in self.sites if site.name == name))
             deeds = [("kill", "rank")] if name.startswith(_FILE) else _WAIT_DEEDS
             found += [Cell(name, deed, actor) for deed, actor in deeds if actor == "rank" or actor in there]
+        if self._kills_late:
+            late = {site.name for site in self.sites if site.count > site.num_early}
+            return [cell for cell in found if cell.deed == "kill" and cell.site in late]
         anywhere = [*_STORE_DEEDS, *_FULL, *(_AGENT_DEEDS if command == "launch" else ())]
         return found + [Cell(_ANYWHERE, deed, actor) for deed, actor in anywhere]
 
@@ -191,12 +197,15 @@ class ChaosJobs:
         if cell.site == _ANYWHERE:
             prefix = _FILE if actor in ("disk", "files") else "" if actor == "agent" else _PLAN_WAIT
         named = [site for site in self.sites if site.name.startswith(prefix)]
+        if self._kills_late:
+            named = [site for site in named if site.count > site.num_early]
         name = chance.choice(sorted({site.name for site in named}))
         site = chance.choice([s for s in named if s.name == name and (actor in s.actors or actor not in _SOMETIMES)])
         if actor == "rank":
             alone = name.startswith(_FILE) or "peer" not in site.actors
             actor = "itself" if alone else chance.choice(["itself", "peer"])
-        count = chance.randint(1, max(1, site.count // 3))
+        skipped = site.num_early if self._kills_late else 0
+        count = skipped + chance.randint(1, max(1, (site.count - skipped) // 3))
         return Fault(site=site.name, rank=site.rank, count=count, deed=cell.deed, actor=actor)
 
     def place(self, fault: Fault) -> int:
@@ -292,13 +301,15 @@ def read_faults(outcome: Path) -> tuple[Command, tuple[Fault, ...]]:
 
 def _read_sites(path: Path) -> list[Site]:
     count: dict[tuple[str, int], int] = {}
+    early: dict[tuple[str, int], int] = {}
     actors: dict[tuple[str, int], set[str]] = {}
     for line in path.read_text().splitlines():
         rank, name, there = line.split("\t")
         key = (name, int(rank))
         count[key] = count.get(key, 0) + 1
+        early[key] = early.get(key, 0) + (count.get((_STEP, int(rank)), 0) < 2)
         actors.setdefault(key, set()).update(there.split())
-    return [Site(name, rank, number, frozenset(actors[name, rank])) for (name, rank), number in count.items()]
+    return [Site(*key, number, early[key], frozenset(actors[key])) for key, number in count.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,6 +206,7 @@ def _watch_files(sites: _Sites) -> None:
         if found and before.startswith(here) and not getattr(busy, "now", False):
             busy.now = True  # what a fault does to files is none of a save's
             try:
+                place = re.sub(r"\.[0-9]+\.part$", ".part", place)  # a process's own number, new at each start
                 sites.reached(f"file: {what} {re.sub(r'[0-9]{7}', 'N', place)}")
             finally:
                 busy.now = False
