@@ -104,12 +104,10 @@ def _scaling(fields: ConfigFields, rope: Mapping[str, Any]) -> tuple[tuple[str, 
     return tuple(sorted((name, repr(value)) for name, value in scaling.items() if value is not None))
 
 
-def read_rope(
-    inner: ConfigFields, kinds: tuple[str, ...], *, max_seq_len: int, trained_len: int
-) -> RopeScaling | Yarn | LongRope | None:
+def read_rope(inner: ConfigFields, kinds: tuple[str, ...], *, max_seq_len: int) -> RopeScaling | Yarn | LongRope | None:
     """How frequencies are stretched, from their own fields. Errors: ConfigError for a kind that is not of `kinds`.
 
-    `trained_len` is what LongRoPE takes for a missing one.
+    A missing trained length is `max_seq_len`, as in transformers (`standardize_rope_params`).
     """
     kind = inner.raw.get("rope_type") or inner.raw.get("type") or "default"
     if kind in ("su", "yarn") and "longrope" in kinds:  # older names of it
@@ -127,17 +125,17 @@ def read_rope(
                 inner.number("factor"),
                 inner.number("low_freq_factor"),
                 inner.number("high_freq_factor"),
-                inner.integer("original_max_position_embeddings"),
+                inner.integer("original_max_position_embeddings", max_seq_len),
             )
         case "yarn":
             return _yarn(inner, max_seq_len)
         case "longrope":
-            return _longrope(inner, max_seq_len, trained_len)
+            return _longrope(inner, max_seq_len)
     return None
 
 
-def _longrope(inner: ConfigFields, max_seq_len: int, trained_len: int) -> LongRope:
-    original = inner.integer("original_max_position_embeddings", trained_len)
+def _longrope(inner: ConfigFields, max_seq_len: int) -> LongRope:
+    original = inner.integer("original_max_position_embeddings", max_seq_len)
     factor = inner.number("factor", max_seq_len / original)
     stretched = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return LongRope(

@@ -88,11 +88,9 @@ _JOINED = TensorNames(attention_in=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up
 _UNGATED: dict[str, Any] = {"gated_mlp": False, "norm": "layernorm"}
 
 
-def _gemma_sizes(tanh_name: str) -> tuple[ConfigField, ...]:
-    sizes = _sizes(
-        1e-6, 8192, groups=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh", activation_name=tanh_name
-    )
-    return (*sizes, *_ATTENTION_BIAS)
+def _gemma_sizes(positions: int) -> tuple[ConfigField, ...]:
+    tanh: dict[str, Any] = {"activation": "gelu_pytorch_tanh", "activation_name": "hidden_activation"}
+    return (*_sizes(1e-6, positions, groups=4, head_dim=256, tied=True, **tanh), *_ATTENTION_BIAS)
 
 
 def _deepseek_sizes(
@@ -257,7 +255,7 @@ FORMS: Mapping[str, PublishedForm] = MappingProxyType({
     ),
     "gemma2": PublishedForm(
         model_class="Gemma2ForCausalLM",
-        fields=_gemma_sizes("hidden_activation"),
+        fields=_gemma_sizes(8192),
         traits=_GEMMA | {"norm_placement": "both"},
         names=_GEMMA_NAMES,
         refused=_WHOLE | {"use_bidirectional_attention": (False,), "sliding_window_pattern": (2,)},
@@ -269,7 +267,7 @@ FORMS: Mapping[str, PublishedForm] = MappingProxyType({
     ),
     "gemma3_text": PublishedForm(
         model_class="Gemma3ForCausalLM",
-        fields=_gemma_sizes("hidden_activation"),
+        fields=_gemma_sizes(131_072),
         traits=_GEMMA | {"norm_placement": "both", "qk_norm": True},
         names=_GEMMA_NAMES,
         refused=_WHOLE | {"use_bidirectional_attention": (False,)},

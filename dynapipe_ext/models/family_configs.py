@@ -269,9 +269,14 @@ def t5_values(fields: ConfigFields, values: Values, *, default: str = "relu") ->
         raise ConfigError(f"{fields.where}: feed_forward_proj is {short(kind)}: give relu, gated-gelu or gated-silu")
     if start := fields.raw.get("decoder_start_token_id"):
         raise ConfigError(f"{fields.where}: decoder_start_token_id is {short(start)} but every T5 starts with 0")
-    return {"gated_mlp": bool(gated), "activation": "gelu_tanh" if kind == "gated-gelu" else ACTIVATIONS[name]}
+    followed = "gelu_new" if kind == "gated-gelu" else name
+    # What follows from the kind counts only if the file does not say it itself.
+    activation = fields.activation("dense_act_fn", followed)
+    return {"gated_mlp": fields.flag("is_gated_act", bool(gated)), "activation": activation}
 
 
 def t5_config(a: Architecture) -> dict[str, Any]:
-    activation = "gelu" if a.gated_mlp and a.activation == "gelu_tanh" else a.activation
-    return {"feed_forward_proj": f"gated-{activation}" if a.gated_mlp else activation}
+    name: str = "gelu_new" if a.activation == "gelu_tanh" else a.activation
+    kind = "gelu" if a.gated_mlp and a.activation == "gelu_tanh" else name
+    kind = f"gated-{kind}" if a.gated_mlp else kind
+    return {"feed_forward_proj": kind, "dense_act_fn": name, "is_gated_act": a.gated_mlp}

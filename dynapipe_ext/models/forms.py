@@ -116,7 +116,7 @@ class PublishedForm:
     written: Values = field(default_factory=dict)
     ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
     rope_theta: float = 1e4
-    trained_len: int = 0  # original_max_position_embeddings where it is missing
+    trained_len: int = 0  # original_max_position_embeddings beside the frequencies, where it is missing
     rotary_share: float | None = None
     window_rope: ConfigField | None = None
     windows: Windows = "none"

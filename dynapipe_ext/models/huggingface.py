@@ -115,10 +115,12 @@ def _rope(form: PublishedForm, fields: ConfigFields, values: Mapping[str, Any]) 
     if form.window_rope:
         fields = ConfigFields({**fields.raw, "rope_parameters": rope_of_type(fields, FULL) or None}, fields.where)
     inner = rope_fields(fields)
-    trained_len = fields.integer("original_max_position_embeddings", form.trained_len) if form.trained_len else 0
+    outside = fields.raw.get("original_max_position_embeddings") or form.trained_len
+    if outside and not form.window_rope:  # transformers reads it first, where all layers have the same frequencies
+        inner = ConfigFields({**inner.raw, "original_max_position_embeddings": outside}, inner.where)
     rope = {
         "rope_theta": inner.number("rope_theta", fields.number("rope_theta", form.rope_theta)),
-        "rope_scaling": read_rope(inner, form.ropes, max_seq_len=values["max_seq_len"], trained_len=trained_len),
+        "rope_scaling": read_rope(inner, form.ropes, max_seq_len=values["max_seq_len"]),
     }
     if form.rotary_share is None:
         inner.refuse("partial_rotary_factor", 1.0)

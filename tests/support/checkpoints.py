@@ -245,6 +245,12 @@ _TWO_LAYERS: dict[str, Any] = {
 }
 
 
+def tiny_config(family: str) -> Any:
+    """The configuration of `tiny(family)`, as transformers has it."""
+    config_class, _, defaults = _MODELS[family]
+    return config_class(**defaults)
+
+
 def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A transformers model of `family` in evaluation mode; `changes` are fields of its configuration.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.models.architecture import Architecture, layer_kinds
+from dynapipe_ext.models.families import FORMS
 from dynapipe_ext.models.huggingface import read_config, write_config
 from dynapipe_ext.models.megatron_arguments import read_arguments
 from dynapipe_ext.models.named_models import preset
@@ -24,6 +26,7 @@ from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.models.written_arguments import command_line, unsayable, write_arguments
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.estimate.options import balanced_layers
+from tests.support.checkpoints import VARIANTS, tiny_config
 
 _SMALL = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -234,3 +237,48 @@ def test_configs_are_written_in_the_words_of_their_publishers() -> None:
     assert write_config(preset("gpt2"))["activation_function"] == "gelu_new"
     assert write_config(preset("deepseek-v3"))["rope_scaling"]["type"] == "yarn"
     assert write_config(preset("gemma-2-2b"))["hidden_activation"] == "gelu_pytorch_tanh"
+
+
+_OUTSIDE = {"original_max_position_embeddings": 16}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_INSIDE = {"original_max_position_embeddings": 32}
+_STRETCHED = {"rope_type": "yarn", "factor": 4.0}
+_LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+SPELLINGS: dict[str, list[dict[str, Any]]] = {
+    "llama": [
+        {"rope_scaling": scaling | inside} | outside
+        for scaling in (_STRETCHED, _LLAMA3)
+        for inside in ({}, _INSIDE)
+        for outside in ({}, _OUTSIDE)
+    ],
+    "phi3": [{"rope_scaling": _LONG | inside} | outside for inside in ({}, _INSIDE) for outside in ({}, _OUTSIDE)],
+    "deepseek_v3": [{"rope_scaling": _STRETCHED | _INSIDE} | _OUTSIDE],
+    "t5": [
+        {"feed_forward_proj": kind, **own}
+        for kind in ("relu", "gated-gelu", "gated-silu")
+        for own in ({}, {"dense_act_fn": "gelu"}, {"is_gated_act": True}, {"is_gated_act": False})
+    ],
+}
+
+
+@pytest.mark.parametrize("family", dict.fromkeys(family for family, _ in VARIANTS.values()))
+def test_what_a_config_leaves_out_or_says_twice_is_what_transformers_takes(family: str) -> None:
+    """Of every field in turn, left out of a config.json that has all; of spellings that differ within themselves."""
+    config = tiny_config(family)
+    full = json.loads(config.to_json_string(use_diff=False))
+    names = {field.name for field in FORMS[family].fields} | {*full, "rope_theta"}
+    names -= {"num_key_value_heads"} if family == "deepseek_v3" else set()  # which means nothing there
+    cases = [{name: value for name, value in full.items() if name != left_out} for left_out in sorted(names)]
+    spelled = {name: value for name, value in full.items() if name not in ("rope_parameters", "dense_act_fn")}
+    spelled.pop("is_gated_act", None)
+    cases += [spelled | change for change in SPELLINGS.get(family, ())]
+    num_read = 0
+    for raw in cases:
+        try:
+            found = read_config(raw)
+        except ConfigError:  # refused, which is no other model
+            continue
+        assert found == read_config(type(config).from_dict(copy.deepcopy(raw)).to_dict()), raw
+        assert read_config(write_config(found)) == found
+        num_read += 1
+    assert num_read > len(full) // 2
