@@ -13,6 +13,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config, write_config
 from dynapipe_ext.models.rope_scaling import RopeScaling
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import carried_files, left_behind, settle_config
+from tests.support.checkpoints import VARIANTS, tiny_config
 
 LLAMA = Architecture(
     family="llama", num_layers=2, hidden_size=64, num_heads=8, num_query_groups=4, head_dim=8, ffn_hidden_size=96,
@@ -44,6 +45,21 @@ def test_a_config_of_other_weights_is_corrected_and_keeps_the_rest(changed: Arch
     raw = json.loads(path.read_text())
     assert read_config(raw) == changed
     assert (raw["mine"], raw["architectures"]) == ([1, 2], ["Own"])
+
+
+@pytest.mark.parametrize("family", dict.fromkeys(family for family, _ in VARIANTS.values()))
+def test_a_config_keeps_every_field_that_the_weights_do_not_change(family: str, tmp_path: Path) -> None:
+    """Also ids of special tokens, which a config that is written anew leaves out."""
+    path, ids = tmp_path / "config.json", {"pad_token_id": 5, "bos_token_id": 6, "eos_token_id": 7}
+    ids |= {"num_nextn_predict_layers": 1} if family in ("deepseek_v3", "glm4_moe") else {}
+    before = json.loads(tiny_config(family).to_json_string(use_diff=False)) | ids | {"mine": [1, 2]}
+    path.write_text(json.dumps(before))
+    settle_config(path, replace(read_config(before), dtype="bfloat16"), {})
+    after = json.loads(path.read_text())
+    changed = {name: value for name, value in after.items() if before.get(name, "absent") != value}
+    layers = {name: 0 for name in ids if name == "num_nextn_predict_layers"}
+    assert changed == {"dtype": "bfloat16", "torch_dtype": "bfloat16", **layers}
+    assert after.keys() >= before.keys()
 
 
 def test_where_there_is_none_one_is_written(tmp_path: Path) -> None:

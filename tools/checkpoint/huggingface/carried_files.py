@@ -6,6 +6,7 @@ import codecs
 import fnmatch
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dynapipe_ext.models.huggingface import read_config, write_config
 from dynapipe_ext.tools.files import parse_json, write_atomic
 
 CONFIG = "config.json"
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 CARRIED_FOLDER = "huggingface"  # where they lie beside checkpoints of Megatron
 _CARRIED = (
     CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
@@ -53,7 +55,7 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def settle_config(path: Path, architecture: Architecture, fields: Mapping[str, Any]) -> None:
-    """Make the config.json at `path` say exactly `architecture`, keeping all else that it says.
+    """Make the config.json at `path` say exactly `architecture`, keeping all else that it says in its own words.
 
     Where there is none, one is written, with `fields` besides.
 
@@ -62,22 +64,43 @@ def settle_config(path: Path, architecture: Architecture, fields: Mapping[str, A
     raw = read_json_object(path, "the model's configuration") if path.exists() else {}
     is_as_read = "quantization_config" not in raw and not (raw and path.read_bytes().startswith(codecs.BOM_UTF8))
     raw.pop("quantization_config", None)  # weights are written plain
-    try:
-        same = raw and read_config(raw, str(path)) == architecture and not raw.get("num_nextn_predict_layers")
-        if same:
-            if not is_as_read:
-                write_atomic(path, json.dumps(raw, indent=2) + "\n")
-            return
-    except ConfigError:
-        pass  # written anew below
-    settled = {**(raw or fields), **write_config(architecture)}
-    if "architectures" in raw:
-        settled["architectures"] = raw["architectures"]
+    without = {name: 0 for name in _PREDICTION_LAYERS if raw.get(name)}  # nor are those of further tokens
+    settled = _with_changed_parts(raw | without, architecture) or _with_all_parts(raw or fields, architecture)
+    if is_as_read and settled == raw:
+        return
     if (as_read := read_config(settled, str(path))) != architecture:
         raise DataError(
             f"{path} cannot say what the weights are: it would read as {as_read}, but they are {architecture}"
         )
     write_atomic(path, json.dumps(settled, indent=2) + "\n")
+
+
+def _with_changed_parts(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Return `raw` with as few other fields as make it say `architecture`; nothing if no single ones do."""
+    settled, lacking = dict(raw), _different_parts(raw, architecture)
+    for name, value in write_config(architecture).items() if lacking else ():
+        changed = settled | {name: value} | ({"torch_dtype": value} if name == "dtype" else {})
+        left = _different_parts(changed, architecture)
+        if left is not None and lacking is not None and left < lacking:
+            settled, lacking = changed, left
+        if not lacking:
+            break
+    return settled if lacking == set() else {}
+
+
+def _different_parts(raw: Mapping[str, Any], architecture: Architecture) -> set[str] | None:
+    """Return the parts that `raw` says otherwise; None if it cannot be read."""
+    try:
+        read, wanted = asdict(read_config(raw)), asdict(architecture)
+    except ConfigError:
+        return None
+    return {part for part, value in wanted.items() if read[part] != value}
+
+
+def _with_all_parts(raw: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Return `raw` with every field that a part of the architecture is; its ids of special tokens are its own."""
+    own = {name for name in raw if name == "architectures" or name.endswith("_token_id")}
+    return {**raw, **{name: value for name, value in write_config(architecture).items() if name not in own}}
 
 
 def _entries(folder: Path) -> list[Path]:
