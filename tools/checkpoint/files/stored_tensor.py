@@ -9,7 +9,7 @@ import hashlib
 import math
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,17 @@ class StoredTensor:
             return self._values(0, self.size).view(self.shape)
         last = sum((length - 1) * step for length, step in zip(self.shape, self.stride, strict=True))
         return torch.as_strided(self._values(0, last + 1), self.shape, self.stride).contiguous()
+
+    def rows(self, start: int, stop: int) -> StoredTensor:
+        """Return rows `start` to `stop` of the first dimension as a tensor of their own; nothing is read."""
+        step = self.stride[0] if self.stride else math.prod(self.shape[1:])
+        offset = self.offset + start * step * self.dtype.itemsize
+        return replace(self, shape=(stop - start, *self.shape[1:]), offset=offset)
+
+    def row(self, index: int) -> StoredTensor:
+        """Return one row of the first dimension, without that dimension; nothing is read."""
+        one = self.rows(index, index + 1)
+        return replace(one, shape=self.shape[1:], stride=self.stride[1:])
 
     def read_rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop` of the first dimension, contiguous."""

@@ -75,6 +75,7 @@ class HuggingFaceReader(CheckpointReader):
         raw = read_json_object(path / CONFIG, "a Hugging Face model's folder")
         architecture = read_config(raw, str(path / CONFIG))
         self._index_faults, in_files, self.notices = stored_tensors(path)
+        in_files = _with_single_experts(architecture, in_files)
         stored: dict[str, ReadableTensor] = dict(in_files)
         if quantisation := raw.get("quantization_config"):
             stored, faults, notices = dequantised(in_files, quantisation, path / CONFIG)
@@ -292,6 +293,30 @@ def _read_weights(file: Path) -> dict[str, StoredTensor]:
 def _full_name(architecture: Architecture, name: str) -> str:
     is_below = published_form(architecture).names.embedding.startswith("transformer.")
     return f"transformer.{name}" if is_below and not name.startswith(("transformer.", "lm_head.")) else name
+
+
+def _with_single_experts(a: Architecture, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return each expert by itself where transformers 5 has saved those of a layer in two tensors
+    (`save_original_format=False`): gate above up, (experts, 2 x ffn, hidden), and down, (experts, hidden, ffn). A
+    router next to them then goes by the name of transformers' module, too."""
+    singles = dict(stored)
+    if not a.num_experts or a.family == "gpt" or "{e}" not in (names := published_form(a).names).expert_out:
+        return singles
+    for name in stored:
+        layer, found, kind = name.rpartition(".mlp.experts.")
+        shape = stored[name].shape
+        if not found or kind not in ("gate_up_proj", "down_proj") or len(shape) != 3 or shape[0] != a.num_experts:
+            continue
+        joined = singles.pop(name)
+        if f"{layer}.mlp.gate.weight" in singles:
+            singles[f"{layer}.{names.router}.weight"] = singles.pop(f"{layer}.mlp.gate.weight")
+        for expert in range(a.num_experts):
+            own = joined.row(expert)
+            ends = names.expert_in if kind == "gate_up_proj" else (names.expert_out,)
+            size = own.shape[0] // len(ends)
+            for part, end in enumerate(ends):
+                singles[f"{layer}.{end.format(e=expert)}.weight"] = own.rows(part * size, (part + 1) * size)
+    return singles
 
 
 def _is_of_prediction(a: Architecture, name: str) -> bool:
