@@ -228,9 +228,18 @@ def _visible(stream: TextIO) -> TextIO:
     except OSError:  # of a test
         return stream
     stream.flush()
-    return _VisibleStream(
-        io.BufferedWriter(raw), stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
+    return _in_place_of(
+        stream,
+        _VisibleStream(
+            io.BufferedWriter(raw), stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
+        ),
     )
+
+
+def _in_place_of(stream: io.TextIOWrapper, made: io.TextIOWrapper) -> io.TextIOWrapper:
+    """Return `made`, which keeps the stream whose descriptor it has: if nothing did, that would be closed."""
+    made.__dict__["replaced"] = stream
+    return made
 
 
 def outlive_readers() -> None:
@@ -261,4 +270,5 @@ def _outliving(stream: TextIO) -> TextIO:
         return stream
     stream.flush()
     kind = _VisibleStream if isinstance(stream, _VisibleStream) else io.TextIOWrapper
-    return kind(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+    made = kind(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+    return _in_place_of(stream, made)
