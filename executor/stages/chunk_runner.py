@@ -212,8 +212,7 @@ class PlainAccumulator(GradientAccumulator):
         total = self._sums.pop(parameter, parameter.grad)
         parameter.grad = None
         if total is None:
-            narrow = parameter in self._narrow
-            total = torch.zeros_like(parameter, dtype=torch.float32 if narrow else None, requires_grad=False)
+            total = torch.zeros_like(parameter, dtype=torch.float32 if parameter in self._narrow else None)
         return total.contiguous()
 
 
@@ -230,11 +229,12 @@ def find_used(
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
     """Group weights in their order; a weight above the bound has a bucket of its own."""
-    bucket: list[torch.nn.Parameter] = []
+    bucket, room = list[torch.nn.Parameter](), _MAX_BUCKET
     for parameter in parameters:
-        if bucket and sum(one.numel() for one in bucket) + parameter.numel() > _MAX_BUCKET:
+        room -= parameter.numel()
+        if bucket and room < 0:
             yield bucket
-            bucket = []
+            bucket, room = [], _MAX_BUCKET - parameter.numel()
         bucket.append(parameter)
     if bucket:
         yield bucket
