@@ -99,7 +99,7 @@ class BackwardWeight:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start sending a buffer to pipeline rank `peer` on communicator `channel` of that pair of ranks."""
+    """Start sending a buffer to pipeline rank `peer` on communicator `channel` of that pair: 0 to the higher rank, 1 back."""
 
     buffer: Buffer
     peer: int
@@ -290,11 +290,6 @@ class ExecutionPlan:
 
 Times = Sequence[Sequence[tuple[int, int]]]  # per rank, per action: (start_ns, end_ns)
 RankPrograms = tuple[Sequence[Instruction], ...]  # of each pipeline rank
-
-
-def channel_of(sender: int, receiver: int) -> int:
-    """Communicator of a direction within the pair of ranks: 0 upwards, 1 downwards."""
-    return 0 if sender < receiver else 1
 
 
 def lower_schedule(

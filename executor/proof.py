@@ -369,7 +369,7 @@ def peaks_by_core(
 ) -> list[int] | None:
     """What `verify` gives; None where it may raise: something is wrong, or there are no tables for the native core."""
     made = [one for one in programs if isinstance(one, Program)]
-    if native is None or len(made) < len(programs) or any(one.specs is not made[0].specs for one in made):
+    if len(made) < len(programs) or any(one.specs is not made[0].specs for one in made):
         return None
     pieces = PieceNeighbours.of(sample_pieces)
     peaks = native.peaks_of_proven(

@@ -22,7 +22,6 @@ from dynapipe_ext.executor.instructions import (
     Send,
     WaitRecv,
     WaitSend,
-    channel_of,
 )
 from dynapipe_ext.executor.proof import verify
 
@@ -113,7 +112,7 @@ def two_ranks_four_stages(*, fixed_order: bool) -> list[list[Instruction]]:
 
     def send(payload: Payload, stage: int, m: int) -> Send:
         peer = stage_ranks[stage + (1 if payload == "activation" else -1)]
-        return Send(Buffer(payload, stage, m), peer, channel_of(stage_ranks[stage], peer), specs(m))
+        return Send(Buffer(payload, stage, m), peer, int(stage_ranks[stage] > peer), specs(m))
 
     def recv(payload: Payload, stage: int, m: int) -> Recv:
         sent = send(payload, stage, m)
