@@ -99,7 +99,7 @@ class BackwardWeight:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start sending a buffer to pipeline rank `peer` on communicator `channel` of that pair: 0 to the higher rank, 1 back."""
+    """Start sending a buffer to pipeline rank `peer` on communicator `channel` of that pair (0: upwards)."""
 
     buffer: Buffer
     peer: int
