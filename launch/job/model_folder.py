@@ -307,7 +307,7 @@ def refuse_random_weights(model: ModelSettings) -> None:
     named = model.architecture
     if not named or model.init_from or not (file := config_file(named)).is_file():
         return
-    has_weights = file.name == "config.json" and has_all_weights(file.parent)
+    has_weights = file.name == "config.json" and has_all_weights(file.parent)  # raises for a part of them
     if model.from_scratch:
         return
     if has_weights:
