@@ -192,8 +192,8 @@ def show_what_terminals_obey() -> None:
 
 
 class _VisibleStream(io.TextIOWrapper):
-    """A standard stream that shows control characters as escapes. A progress bar's return to the begin of the line
-    stays, at the begin of what is written."""
+    """A standard stream that shows control characters as escapes, but keeps a carriage return at the beginning of what
+    is written: progress bars use it."""
 
     def write(self, text: str, /) -> int:
         begin = "\r" * text.startswith("\r")
@@ -236,9 +236,9 @@ def _visible(stream: TextIO) -> TextIO:
     )
 
 
-def _in_place_of(stream: io.TextIOWrapper, made: io.TextIOWrapper) -> io.TextIOWrapper:
+def _in_place_of(stream: TextIO, made: TextIO) -> TextIO:
     """Return `made`, which keeps the stream whose descriptor it has: if nothing did, that would be closed."""
-    made.__dict__["replaced"] = stream
+    made.replaced = stream  # type: ignore[attr-defined]
     return made
 
 
