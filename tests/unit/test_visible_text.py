@@ -59,7 +59,7 @@ def test_tables_and_lines_of_a_console_show_it_and_keep_their_own_colours() -> N
 
 
 def test_every_way_to_print_shows_it_on_a_terminal() -> None:
-    """A progress bar may return to the begin of its line, and what programs read stays as it is."""
+    """A progress bar may return to the start of its line, and what programs read stays as it is."""
     screen, terminal = pty.openpty()
     words = [sys.executable, "-c", PRINTS]
     variables = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
