@@ -32,7 +32,7 @@ from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, LossNorm, MicroBat
 from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec
 from dynapipe_ext.core import native
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import simulate_ns
+from dynapipe_ext.schedules.evaluation.simulate import simulate_ns
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 
 Payload = Literal["activation", "gradient"]

@@ -19,7 +19,7 @@ from dynapipe_ext.batch.micro_batches import (
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DynaPipeError, PlanError, short
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import validate
+from dynapipe_ext.schedules.evaluation.simulate import validate
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.timeline import Trace
 
@@ -375,7 +375,7 @@ _LONGEST_CELL = 32  # characters; far above any action
 def to_csv(schedule: PipelineSchedule) -> str:
     """The schedule as torch's `_load_csv` reads it. Where stages lie follows from the actions; the name is left out.
 
-    >>> from dynapipe_ext.schedules.tables.zero_bubble import zb_h1
+    >>> from dynapipe_ext.schedules.published.zero_bubble import zb_h1
     >>> print(to_csv(zb_h1(2, 1)), end="")
     0F0,0I0,0W0
     1F0,1I0,1W0

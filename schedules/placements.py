@@ -15,7 +15,7 @@ from typing import cast
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import PlacementName, Topology, Vocabulary, placement_of
-from dynapipe_ext.batch.vocabulary import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
 from dynapipe_ext.errors import ConfigError, PlanError, VerificationError
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan

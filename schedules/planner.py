@@ -29,9 +29,12 @@ from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, as_cost_model, bottleneck
 from dynapipe_ext.errors import ConfigError, PlanError, short
+from dynapipe_ext.partitioning.halving import finer_splits
+from dynapipe_ext.partitioning.pieces import PieceChoice, PieceChoices, piece_sizes
+from dynapipe_ext.partitioning.rules import check_enough
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.bounds import batch_floor_ns
-from dynapipe_ext.schedules.judge.simulate import SharedCores
+from dynapipe_ext.schedules.evaluation.bounds import batch_floor_ns
+from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 from dynapipe_ext.schedules.planner_checks import (
     check_bounds,
     check_collectives,
@@ -42,6 +45,7 @@ from dynapipe_ext.schedules.planner_checks import (
     class_of_costs,
     room_of,
 )
+from dynapipe_ext.schedules.published.by_name import schedule_of_costs
 from dynapipe_ext.schedules.rounds import in_rounds, takes_rounds
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
@@ -55,12 +59,8 @@ from dynapipe_ext.schedules.step_plan import (
     replica_costs,
     shared_by_twins,
 )
-from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.schedules.trials import StepTrial, soonest, times_of_whole_ns, whole_or_pieces
 from dynapipe_ext.settings.plan_rules import PlanRules, check_placed, check_rules
-from dynapipe_ext.splits.halving import finer_splits
-from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes
-from dynapipe_ext.splits.rules import check_enough
 
 Schedules = tuple[PipelineSchedule, ...]
 

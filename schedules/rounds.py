@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.disturbances import mean_makespan_ns, spread_of
-from dynapipe_ext.schedules.judge.simulate import peak_bytes
+from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
+from dynapipe_ext.schedules.evaluation.timing_noise import mean_makespan_ns, spread_of
+from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 
 
 def takes_rounds(plan: StepPlan) -> bool:

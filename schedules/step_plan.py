@@ -10,9 +10,8 @@ from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, Replic
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.bounds import Certificate, ReplicaBounds, batch_floor_ns, replica_bounds
-from dynapipe_ext.schedules.judge.disturbances import mean_makespan_ns, spread_of
-from dynapipe_ext.schedules.judge.simulate import (
+from dynapipe_ext.schedules.evaluation.bounds import Certificate, ReplicaBounds, batch_floor_ns, replica_bounds
+from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
     SpanNs,
     bubble_ratio,
@@ -23,6 +22,7 @@ from dynapipe_ext.schedules.judge.simulate import (
     trace_of,
     validate,
 )
+from dynapipe_ext.schedules.evaluation.timing_noise import mean_makespan_ns, spread_of
 from dynapipe_ext.timeline import Trace
 
 ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.partitioning.pieces import PieceChoices
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.splits.pieces import PieceChoices
 
 
 def whole_or_pieces(

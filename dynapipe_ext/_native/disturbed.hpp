@@ -1,6 +1,6 @@
 // How long one order of actions takes in the mean of times that are not as predicted.
 //
-// Twin: schedules/judge/disturbances.py.
+// Twin: schedules/evaluation/timing_noise.py.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Schedules as Python has them, timed and weighed. Twins: schedules/judge/simulate.py.
+// Schedules as Python has them, timed and weighed. Twins: schedules/evaluation/simulate.py.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,6 +1,6 @@
 // Prices of shapes from a measured grid, and the cheapest cuts of a sequence.
 //
-// Twins: dynapipe_ext/costs/grid.py and dynapipe_ext/splits/balance.py.
+// Twins: dynapipe_ext/costs/grid.py and dynapipe_ext/partitioning/balance.py.
 #pragma once
 
 #include <algorithm>

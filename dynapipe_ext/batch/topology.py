@@ -205,7 +205,7 @@ class Topology:
     def head_stages(self) -> range:
         """The stages that hold a part of the head, in their order; the first of them has the final norm.
 
-        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
+        >>> from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
         >>> spread_vocabulary(Topology(pp=3), "head").head_stages, Topology(pp=3).head_stages
         (range(2, 5), range(2, 3))
         """
@@ -231,7 +231,7 @@ class Topology:
 
         Part k of pp are rows k V / pp and on. Errors: ConfigError for a stage that holds no part.
 
-        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
+        >>> from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
         >>> spread = spread_vocabulary(Topology(pp=3), "head")
         >>> [spread.vocabulary_part(stage) for stage in spread.head_stages]
         [2, 1, 0]
@@ -299,7 +299,7 @@ class Topology:
 
         >>> Topology(pp=2, placement=(0, 1, 1, 0)).placement_name
         'v, 2 stages a rank'
-        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
+        >>> from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
         >>> spread_vocabulary(Topology(pp=2), "head").placement_name
         'linear, head spread'
         """
@@ -354,7 +354,7 @@ class Topology:
 
         >>> Topology(pp=4).with_layers(10).layers_per_stage
         (3, 2, 3, 2)
-        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
+        >>> from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
         >>> spread_vocabulary(Topology(pp=3), "both").with_layers(10).layers_per_stage
         (0, 0, 4, 3, 3, 0, 0)
         """

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from dynapipe_ext.batch.topology import Topology, ZeroStage, refuse_half_layers
-from dynapipe_ext.batch.vocabulary import refuse_spread
+from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjusted, frozen_weights
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.states import ADAM_MOMENTS, BYTES_PER_PARAMETER, StateRecipe, parameters_per_stage, state_bytes

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, Layout, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import Offload, ReplicaCollectives, Topology
-from dynapipe_ext.batch.vocabulary import refuse_spread
+from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dynapipe_ext.batch.topology import Offload, Topology, refuse_half_layers
-from dynapipe_ext.batch.vocabulary import refuse_spread
+from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.layers import first_decoder_stage, stage_layers
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.states import (

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, recompute_of_layers, without_stage
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, refuse_half_layers
-from dynapipe_ext.batch.vocabulary import refuse_spread
+from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.floor import TablePoints

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from dynapipe_ext.batch.micro_batches import Pieces
 from dynapipe_ext.batch.topology import Topology, counts_of_layers, placement_of, widths_of
-from dynapipe_ext.batch.vocabulary import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
 from dynapipe_ext.data.sample_selection import weighted_files
 from dynapipe_ext.errors import ConfigError, reason, refuse_unknown
 from dynapipe_ext.models.named_models import carried_fault

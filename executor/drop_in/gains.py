@@ -21,8 +21,8 @@ from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.schedules.judge.simulate import simulate
-from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
+from dynapipe_ext.schedules.evaluation.simulate import simulate
+from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
 
 _MOST_STEPS = 10_000  # At most so many steps are kept for a log, since some loops never write one.
 

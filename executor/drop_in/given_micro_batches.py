@@ -17,12 +17,12 @@ from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import peak_bytes
+from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
+from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.search.problem import NO_LIMIT_BYTES
 from dynapipe_ext.schedules.step_plan import StepPlan, plan_of_schedule
-from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 from dynapipe_ext.settings.plan_rules import PlanRules
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, ReplicaPlan
-from dynapipe_ext.batch.vocabulary import gathered_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, VerificationError

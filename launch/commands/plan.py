@@ -25,7 +25,7 @@ from dynapipe_ext.launch.commands.plan_inputs import (
 from dynapipe_ext.launch.job.configured import followed_placement, trials_table
 from dynapipe_ext.launch.job.model_folder import layout_line, with_bounded_rows
 from dynapipe_ext.launch.job.settled import placed_planning
-from dynapipe_ext.schedules.judge.bounds import Certificate, with_bounds
+from dynapipe_ext.schedules.evaluation.bounds import Certificate, with_bounds
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predicted

@@ -9,10 +9,10 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, did_you_mean
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import peak_bytes
+from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
 from dynapipe_ext.schedules.notation import to_csv
-from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
 from dynapipe_ext.settings.plan_rules import own_placement
 from dynapipe_ext.settings.train_config import add_flag
 from dynapipe_ext.tools.console import delivering, output

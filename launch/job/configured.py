@@ -29,7 +29,7 @@ from dynapipe_ext.batch.topology import (
     placement_of,
     refuse_half_layers,
 )
-from dynapipe_ext.batch.vocabulary import gathered_vocabulary, refuse_spread, spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, refuse_spread, spread_vocabulary
 from dynapipe_ext.costs.adapters import adapter_costs, with_idle_weights
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts

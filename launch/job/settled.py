@@ -24,7 +24,7 @@ from typing import Any, Protocol, get_args
 from rich.console import Console
 
 from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, Vocabulary
-from dynapipe_ext.batch.vocabulary import gathered_vocabulary, spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, spread_vocabulary
 from dynapipe_ext.costs.adjustments import FittedTimes, without
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel

@@ -14,7 +14,7 @@ import numpy as np
 
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.splits.padded import ShapeIndex
+from dynapipe_ext.partitioning.padded import ShapeIndex
 
 Range = tuple[int, int]  # items first .. end - 1; (-1, -1): merged away
 CutGroups = list[list[int]]

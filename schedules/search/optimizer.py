@@ -16,9 +16,10 @@ from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.partitioning.padded import Cut
 from dynapipe_ext.schedules.actions import Action, PipelineSchedule
-from dynapipe_ext.schedules.judge.disturbances import spread_of
-from dynapipe_ext.schedules.judge.simulate import SharedCores, peak_bytes, validate
+from dynapipe_ext.schedules.evaluation.simulate import SharedCores, peak_bytes, validate
+from dynapipe_ext.schedules.evaluation.timing_noise import spread_of
 from dynapipe_ext.schedules.search.problem import (
     NEVER,
     Chosen,
@@ -34,7 +35,6 @@ from dynapipe_ext.schedules.search.problem import (
     schedules_of,
     start_orders,
 )
-from dynapipe_ext.splits.padded import Cut
 
 TRIAL = 500  # moves for each of several starts
 _COOLING = 1000  # After so many moves, a move may cost half of what the first may.

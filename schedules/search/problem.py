@@ -14,9 +14,9 @@ from dynapipe_ext.batch.micro_batches import SamplePieces
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.partitioning.padded import Cut
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import SharedCores
-from dynapipe_ext.splits.padded import Cut
+from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 
 NEVER = 1 << 60  # a makespan that no order has
 NO_LIMIT_BYTES = 1 << 60  # Sums of bytes, and of bytes times time, stay within 64 bits.

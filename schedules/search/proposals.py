@@ -16,12 +16,8 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, PricesShapes, bottleneck
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.schedules.search.levelling import RankTimes, levelled
-from dynapipe_ext.schedules.search.optimizer import TRIAL, Start, has_long_replicas
-from dynapipe_ext.schedules.search.regrouping import exchanged
-from dynapipe_ext.settings.plan_rules import PlanRules
-from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
-from dynapipe_ext.splits.packing import (
+from dynapipe_ext.partitioning.balance import MOST_SAMPLES, assign_replicas, good_partitions
+from dynapipe_ext.partitioning.packing import (
     GRADES,
     MOST_TRIES,
     MicroBatchEvaluate,
@@ -29,7 +25,7 @@ from dynapipe_ext.splits.packing import (
     RowRule,
     micro_batch_evaluate,
 )
-from dynapipe_ext.splits.padded import (
+from dynapipe_ext.partitioning.padded import (
     Caps,
     Cut,
     PricedCuts,
@@ -43,8 +39,8 @@ from dynapipe_ext.splits.padded import (
     subset_costs,
     under_fastest,
 )
-from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_choices
-from dynapipe_ext.splits.rules import (
+from dynapipe_ext.partitioning.pieces import PieceChoice, PieceChoices, piece_choices
+from dynapipe_ext.partitioning.rules import (
     dynapipe_rule,
     fixed_rows,
     list_row_lengths,
@@ -52,6 +48,10 @@ from dynapipe_ext.splits.rules import (
     pad_to_batch_max,
     with_short_ends,
 )
+from dynapipe_ext.schedules.search.levelling import RankTimes, levelled
+from dynapipe_ext.schedules.search.optimizer import TRIAL, Start, has_long_replicas
+from dynapipe_ext.schedules.search.regrouping import exchanged
+from dynapipe_ext.settings.plan_rules import PlanRules
 
 Replicas = list[list[MicroBatch]]
 MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]

@@ -11,8 +11,8 @@ from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, bottleneck
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.partitioning.padded import Cut, PricedCuts
 from dynapipe_ext.reproducible import non_negative_least_squares
-from dynapipe_ext.splits.padded import Cut, PricedCuts
 
 ShapeLaw = tuple[float, float, float, float, float, float]  # see `fitted_law`
 

@@ -13,8 +13,8 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.schedules.judge.bounds import batch_floor
-from dynapipe_ext.splits.balance import best_partition
+from dynapipe_ext.partitioning.balance import best_partition
+from dynapipe_ext.schedules.evaluation.bounds import batch_floor
 
 
 def free_bound_s(

@@ -44,7 +44,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.judge.bounds import batch_floor
+from dynapipe_ext.schedules.evaluation.bounds import batch_floor
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 

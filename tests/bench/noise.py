@@ -16,11 +16,11 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import SamplePieces
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.partitioning.padded import Cut
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
 from dynapipe_ext.schedules.search.optimizer import search
 from dynapipe_ext.schedules.search.problem import NEVER, DispatchRule, Problem, Walk, records_of, schedules_of
-from dynapipe_ext.splits.padded import Cut
 
 # A gradient before a forward before a W, and a W as soon as nothing else can run.
 READINESS_FIRST = DispatchRule(extra=None, rhythm=0, patience=1 << 20, most_pending=None)

@@ -34,10 +34,10 @@ from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, SampleLength, s
 from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.models.named_models import preset
+from dynapipe_ext.partitioning.balance import assign_replicas
+from dynapipe_ext.partitioning.packing import RowRule, document_costs, micro_batch_evaluate, pack
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.plan_rules import ScheduleName
-from dynapipe_ext.splits.balance import assign_replicas
-from dynapipe_ext.splits.packing import RowRule, document_costs, micro_batch_evaluate, pack
 
 TOKENS = 65_536
 LIMIT_BYTES = 72_000_000_000

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength, round_up
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.splits.balance import karmarkar_karp
+from dynapipe_ext.partitioning.balance import karmarkar_karp
 
 Replicas = list[list[MicroBatch]]
 VERL_TOKEN_WORK = 24_576  # verl's workload of a sequence of L tokens is 24576 L + L^2

@@ -32,14 +32,14 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.partitioning.padded import shape_evaluate
+from dynapipe_ext.partitioning.rules import dynapipe_rule
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
-from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.simulate import StageMemory, peak_bytes, simulate
+from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
+from dynapipe_ext.schedules.evaluation.simulate import StageMemory, peak_bytes, simulate
+from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
+from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
-from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
-from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
-from dynapipe_ext.splits.padded import shape_evaluate
-from dynapipe_ext.splits.rules import dynapipe_rule
 
 Replicas = list[list[MicroBatch]]
 Scheduler = Callable[[MicroBatchCosts, int], PipelineSchedule]  # costs and memory limit -> schedule

@@ -39,10 +39,10 @@ from dynapipe_ext.batch.micro_batches import Layout
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.partitioning.balance import assign_replicas
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.tools.files import read_json
 
 RESULTS = Path(__file__).parent / "results"

@@ -21,10 +21,10 @@ from dynapipe_ext.executor.instructions import lower_schedule
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import ProvenStep, prove, prove_step
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import simulate_ns
+from dynapipe_ext.schedules.evaluation.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.published.by_name import schedule_of_costs
 from dynapipe_ext.schedules.step_plan import StepPlan, predicted, replica_costs, shared_by_twins
-from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.settings.plan_rules import ScheduleName
 
 FEW_BYTES = ActivationFormat(4)  # per token of a message, so that buffers in flight hardly count

@@ -48,7 +48,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.proven_step import ProvenStep
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.judge.bounds import batch_floor
+from dynapipe_ext.schedules.evaluation.bounds import batch_floor
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rivals import list_rivals, pick_best_rival
 from dynapipe_ext.settings.plan_rules import PlanRules, own_placement

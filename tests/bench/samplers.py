@@ -42,7 +42,7 @@ import numpy as np
 from dynapipe_ext.batching.sampling.epoch_plan import EpochPlan, Last, Objective, measure
 from dynapipe_ext.batching.sampling.samplers import DistributedTokenBatchSampler
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.splits.balance import karmarkar_karp
+from dynapipe_ext.partitioning.balance import karmarkar_karp
 
 Bins = list[list[int]]  # step x ranks + rank -> samples
 Rule = Callable[[IntArray, int, int], Bins]

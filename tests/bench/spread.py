@@ -36,7 +36,7 @@ from proven import planned_step
 
 from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
-from dynapipe_ext.batch.vocabulary import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.shipped_lengths import SOURCE, shipped_lengths

@@ -33,7 +33,7 @@ from proven import planned_step
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rivals import list_rivals
 from dynapipe_ext.schedules.step_plan import StepPlan

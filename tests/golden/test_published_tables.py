@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from dynapipe_ext.schedules.notation import format_lines
-from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
 
 TABLES = {
     "gpipe": """

@@ -8,13 +8,13 @@ import numpy as np
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, simulate
+from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, simulate
 from dynapipe_ext.schedules.notation import draw, format_lines, parse_lines
+from dynapipe_ext.schedules.published.cyclic import clustered_cyclic, cyclic
+from dynapipe_ext.schedules.published.gpipe import gpipe
+from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic, cyclic
-from dynapipe_ext.schedules.tables.gpipe import gpipe
-from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 
 
 def proportional(num_stages: int, sizes: list[int]) -> MicroBatchCosts:

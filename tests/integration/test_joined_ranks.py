@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
-from dynapipe_ext.batch.vocabulary import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import ProvenStep, prove
 from dynapipe_ext.executor.stages.joined_ranks import join_ranks

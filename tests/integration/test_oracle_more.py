@@ -26,10 +26,10 @@ from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.partitioning.rules import fixed_rows
+from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.settings.tables import OptimizerSettings
-from dynapipe_ext.splits.rules import fixed_rows
 from tests.support.limits import LIMIT_S
 from tests.support.megatron_ranks import CPU, costs_of, join, main_grads, planned, tensors_of, worst_error
 from tests.support.rank_jobs import in_turn

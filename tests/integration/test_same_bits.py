@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
-from dynapipe_ext.batch.vocabulary import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError

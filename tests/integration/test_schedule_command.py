@@ -9,7 +9,7 @@ import pytest
 
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.schedules.notation import from_csv
-from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
 from dynapipe_ext.tools.show.schedule import FOR_COSTS
 
 

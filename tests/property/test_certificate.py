@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
 from dynapipe_ext.costs.adjustments import FittedTimes, ForwardsAlone, FrozenWeights, TimeCorrection, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
@@ -25,8 +25,8 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.actions import Action, Kind, linear_schedule
-from dynapipe_ext.schedules.judge.bounds import batch_floor, lower_bound_ns
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.evaluation.bounds import batch_floor, lower_bound_ns
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
 
 Lengths = list[tuple[int, int]]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.schedules.judge.bounds import replica_bounds
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, simulate_ns, validate
+from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, simulate_ns, validate
 from dynapipe_ext.schedules.search.flow_shop import _FlowShop, forward_schedule, injection_order
 from dynapipe_ext.tools.check.recomputed_bounds import replica_bounds_ns
 

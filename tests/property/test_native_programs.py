@@ -27,9 +27,9 @@ from dynapipe_ext.executor.instructions import (
 from dynapipe_ext.executor.proof import peaks_by_core, verified_in_python, verify, verify_step, with_collectives
 from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.wire import decode, encode
-from dynapipe_ext.schedules.judge.simulate import simulate_ns
+from dynapipe_ext.schedules.evaluation.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
 from tests.property.test_instructions import lowered, micro_batch_of, plans, random_costs, random_schedule
 from tests.property.test_wire import example_plan
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, validate
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, validate
 from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize_best
 from dynapipe_ext.schedules.search.problem import NEVER, DispatchRule, piece_positions, rules
 from tests.bench.noise import dispatch

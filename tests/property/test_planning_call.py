@@ -16,9 +16,9 @@ from dynapipe_ext import AnalyticCosts, TokenCosts, Topology, plan_micro_batches
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.judge.simulate import validate
+from dynapipe_ext.partitioning.packing import RowPackings
+from dynapipe_ext.schedules.evaluation.simulate import validate
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.splits.packing import RowPackings
 from tests.support.limits import LIMIT_S
 
 QWEN = {

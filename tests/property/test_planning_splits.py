@@ -25,11 +25,11 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.splits import balance as partition
-from dynapipe_ext.splits.balance import assign_replicas, best_partition
-from dynapipe_ext.splits.packing import RowPackings, RowRule, fill_lightest, micro_batch_evaluate
-from dynapipe_ext.splits.padded import Caps, ShapeEvaluate, ordered, shape_evaluate, split_padded
-from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
+from dynapipe_ext.partitioning import balance as partition
+from dynapipe_ext.partitioning.balance import assign_replicas, best_partition
+from dynapipe_ext.partitioning.packing import RowPackings, RowRule, fill_lightest, micro_batch_evaluate
+from dynapipe_ext.partitioning.padded import Caps, ShapeEvaluate, ordered, shape_evaluate, split_padded
+from dynapipe_ext.partitioning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 
 COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=3000, bytes_per_token=10)
 BY_SHAPE, BY_BATCH = shape_evaluate(COSTS, min_in_flight=3), micro_batch_evaluate(COSTS, min_in_flight=3)

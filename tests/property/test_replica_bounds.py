@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.schedules.judge.bounds import lower_bound_ns, replica_bounds
+from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns, replica_bounds
 from dynapipe_ext.tools.check.recomputed_bounds import replica_bounds_ns
 
 PLACEMENTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 1, 0)}

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.bounds import _preemptive_ns, lower_bound_ns
-from dynapipe_ext.schedules.judge.simulate import (
+from dynapipe_ext.schedules.evaluation.bounds import _preemptive_ns, lower_bound_ns
+from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
     held_bytes,
     makespan_ns,
@@ -29,10 +29,10 @@ from dynapipe_ext.schedules.judge.simulate import (
     validate,
 )
 from dynapipe_ext.schedules.notation import format_lines, parse_lines
+from dynapipe_ext.schedules.published.cyclic import clustered_cyclic, cyclic
+from dynapipe_ext.schedules.published.gpipe import gpipe
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.search.problem import NEVER, rules
-from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic, cyclic
-from dynapipe_ext.schedules.tables.gpipe import gpipe
 from dynapipe_ext.timeline import Trace
 from tests.bench.noise import dispatch
 

@@ -14,15 +14,15 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.partitioning.padded import Cut
 from dynapipe_ext.reproducible import splitmix64
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, validate
+from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, validate
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize, optimize_best
-from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
-from dynapipe_ext.splits.padded import Cut
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 0)]
 

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import Topology, placement_of
-from dynapipe_ext.batch.vocabulary import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.data.shipped_lengths import shipped_lengths
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import simulate_ns
+from dynapipe_ext.schedules.evaluation.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search.problem import DispatchRule
 from tests.bench.noise import dispatch

@@ -129,7 +129,7 @@ FITTING = (
     "dynapipe_ext/costs/*",
     "dynapipe_ext/batching/inference/memory_*",
     "dynapipe_ext/batching/sampling/*",
-    "dynapipe_ext/splits/*",
+    "dynapipe_ext/partitioning/*",
     "executor/measuring/*",
     "schedules/*",
     "tools/estimate/*",

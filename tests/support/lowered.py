@@ -19,7 +19,7 @@ from dynapipe_ext.executor.instructions import (
     lower_schedule,
 )
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import simulate_ns
+from dynapipe_ext.schedules.evaluation.simulate import simulate_ns
 
 Programs = Sequence[Sequence[Instruction]]
 

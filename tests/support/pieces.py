@@ -19,7 +19,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 
 # Of a run on four ranks, for `dynapipe train`.

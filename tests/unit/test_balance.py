@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.splits.balance import assign_replicas, karmarkar_karp, load_floor
+from dynapipe_ext.partitioning.balance import assign_replicas, karmarkar_karp, load_floor
 
 STEADY = settings(derandomize=True)
 

@@ -18,7 +18,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.schedules.judge.bounds import Certificate, with_bounds
+from dynapipe_ext.schedules.evaluation.bounds import Certificate, with_bounds
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predicted

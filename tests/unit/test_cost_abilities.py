@@ -22,7 +22,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.judge.bounds import batch_floor
+from dynapipe_ext.schedules.evaluation.bounds import batch_floor
 from dynapipe_ext.schedules.planner import Planner
 
 TOKENS = TokenCosts(2, ns_per_token_squared=2.0, overhead_ns=5_000)

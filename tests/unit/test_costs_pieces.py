@@ -29,12 +29,12 @@ from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.partitioning.packing import micro_batch_evaluate
+from dynapipe_ext.partitioning.pieces import piece_choices
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search.proposals import Proposals
 from dynapipe_ext.settings.plan_rules import PlanRules
-from dynapipe_ext.splits.packing import micro_batch_evaluate
-from dynapipe_ext.splits.pieces import piece_choices
 from dynapipe_ext.tools.account.profile_errors import errors_of_pieces
 from dynapipe_ext.tools.check.check_plan import check
 from dynapipe_ext.tools.check.plan_file import read_plan_file

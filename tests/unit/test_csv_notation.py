@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import validate
+from dynapipe_ext.schedules.evaluation.simulate import validate
 from dynapipe_ext.schedules.notation import from_csv, to_csv
-from dynapipe_ext.schedules.tables.published import PUBLISHED
-from dynapipe_ext.schedules.tables.published import published_schedule as published
+from dynapipe_ext.schedules.published.by_name import PUBLISHED
+from dynapipe_ext.schedules.published.by_name import published_schedule as published
 
 LINEAR, INTERLEAVED, V_SHAPED = (0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)
 

@@ -30,10 +30,10 @@ from dynapipe_ext.executor.training_loop import EvalResult, evaluate
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, validate
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, validate
 from dynapipe_ext.schedules.notation import plan_json, read_plan_json
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.tables.gpipe import gpipe
+from dynapipe_ext.schedules.published.gpipe import gpipe
 from tests.support.limits import LIMIT_S
 
 KEY = b"k" * 32

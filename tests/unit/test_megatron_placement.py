@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_weights, transformer_config

@@ -16,10 +16,10 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job.configured import topology_of
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
-from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
 from dynapipe_ext.settings.plan_rules import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.settings.train_config import TrainConfig
 

@@ -19,7 +19,7 @@ from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import validate
+from dynapipe_ext.schedules.evaluation.simulate import validate
 from dynapipe_ext.schedules.notation import plan_json, read_plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan

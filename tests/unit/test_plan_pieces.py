@@ -30,12 +30,12 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import preset
+from dynapipe_ext.partitioning.packing import RowRule, micro_batch_evaluate
+from dynapipe_ext.partitioning.pieces import RowTime, in_pieces, piece_choices
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.schedules.trials import whole_or_pieces
-from dynapipe_ext.splits.packing import RowRule, micro_batch_evaluate
-from dynapipe_ext.splits.pieces import RowTime, in_pieces, piece_choices
 from dynapipe_ext.tools.check.check_plan import check
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns

@@ -17,8 +17,8 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch import cli
-from dynapipe_ext.schedules.judge.disturbances import disturbed, mean_makespan_ns, spread_of
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
+from dynapipe_ext.schedules.evaluation.timing_noise import disturbed, mean_makespan_ns, spread_of
 from dynapipe_ext.schedules.placements import PlacementSearch
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rounds import in_rounds

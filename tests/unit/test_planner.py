@@ -19,14 +19,20 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.job.configured import check_fits, make_planner, topology_of, unfit_rivals, variants
+from dynapipe_ext.partitioning.padded import Caps, shape_evaluate
+from dynapipe_ext.partitioning.rules import (
+    dynapipe_rule,
+    fixed_rows,
+    packed_documents,
+    pad_to_batch_max,
+    split_padded_equal,
+)
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rivals import list_rivals
 from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.settings.plan_rules import SplitRule
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.splits.padded import Caps, shape_evaluate
-from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max, split_padded_equal
 
 COSTS = TokenCosts(2, ns_per_token_squared=1000, overhead_ns=0)
 RULES: tuple[SplitRule, ...] = get_args(SplitRule)

@@ -15,8 +15,8 @@ from dynapipe_ext.batch.micro_batches import SampleLength, check_cover, sample_l
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, PlanError
+from dynapipe_ext.partitioning.packing import RowRule, document_costs, micro_batch_evaluate
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.splits.packing import RowRule, document_costs, micro_batch_evaluate
 
 PLANNER = Planner(Topology(pp=2, dp=2), TokenCosts(2), 1e12, effort=1)
 NAN = float("nan")

@@ -25,13 +25,11 @@ from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.rivals import list_rivals
-from dynapipe_ext.splits import packing
-from dynapipe_ext.splits.balance import assign_replicas
-from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate, pack
-from dynapipe_ext.splits.padded import Caps, shape_evaluate, split_padded
-from dynapipe_ext.splits.rules import (
+from dynapipe_ext.partitioning import packing
+from dynapipe_ext.partitioning.balance import assign_replicas
+from dynapipe_ext.partitioning.packing import RowPackings, RowRule, micro_batch_evaluate, pack
+from dynapipe_ext.partitioning.padded import Caps, shape_evaluate, split_padded
+from dynapipe_ext.partitioning.rules import (
     dynapipe_rule,
     fixed_rows,
     karmarkar_karp,
@@ -40,6 +38,8 @@ from dynapipe_ext.splits.rules import (
     pad_to_batch_max,
     with_short_ends,
 )
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.rivals import list_rivals
 from tests.bench.peer_rules import first_fit_in_order, verl_rule
 
 COSTS = TokenCosts(4, ns_per_token=100, ns_per_token_squared=1, overhead_ns=2000)

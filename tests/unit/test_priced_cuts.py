@@ -14,10 +14,10 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import bottleneck
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.partitioning.padded import Caps, Cut, PricedCuts, ordered, price_cuts
 from dynapipe_ext.schedules.search.problem import records_of
 from dynapipe_ext.schedules.search.proposals import Proposals
 from dynapipe_ext.settings.plan_rules import PlanRules
-from dynapipe_ext.splits.padded import Caps, Cut, PricedCuts, ordered, price_cuts
 
 COSTS = TokenCosts(2, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
 

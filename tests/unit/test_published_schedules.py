@@ -8,13 +8,13 @@ import pytest
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, simulate_ns, validate
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, simulate_ns, validate
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
+from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.v_shape import v_half, zb_v
+from dynapipe_ext.schedules.published.zero_bubble import zb_h1, zb_h2
 from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
-from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
-from dynapipe_ext.schedules.tables.v_shape import v_half, zb_v
-from dynapipe_ext.schedules.tables.zero_bubble import zb_h1, zb_h2
 
 SIZES = [(2, 3), (2, 8), (3, 7), (4, 8), (5, 9), (8, 16), (8, 40)]
 

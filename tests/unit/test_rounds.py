@@ -10,7 +10,7 @@ from dynapipe_ext.batch.topology import Topology, placement_of
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.judge.simulate import validate
+from dynapipe_ext.schedules.evaluation.simulate import validate
 from dynapipe_ext.schedules.planner import Planner
 
 LLAMA = preset("llama-2-7b")

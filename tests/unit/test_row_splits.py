@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.splits.halving import finer_splits, joined_rows
+from dynapipe_ext.partitioning.halving import finer_splits, joined_rows
 
 LENGTHS = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5), max_size=40)
 

@@ -11,8 +11,8 @@ import pytest
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.simulate import (
+from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
+from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
     StageMemory,
     held_bytes,
@@ -26,10 +26,10 @@ from dynapipe_ext.schedules.judge.simulate import (
     validate,
 )
 from dynapipe_ext.schedules.notation import parse_lines
+from dynapipe_ext.schedules.published.cyclic import clustered_cyclic, cyclic
+from dynapipe_ext.schedules.published.gpipe import gpipe
+from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic, cyclic
-from dynapipe_ext.schedules.tables.gpipe import gpipe
-from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.timeline import Trace
 
 

@@ -13,7 +13,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.schedules.judge.simulate import SharedCores
+from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan

@@ -15,9 +15,9 @@ from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.commands.show_schedule import DEFAULT_EFFORT
 from dynapipe_ext.schedules.actions import Kind
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.notation import format_lines, parse_lines, picture
-from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
 from dynapipe_ext.tools.show.schedule import (
     FOR_COSTS,
     ScheduleView,

@@ -13,7 +13,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate_ns, validate
+from dynapipe_ext.schedules.evaluation.simulate import peak_bytes, simulate_ns, validate
 from dynapipe_ext.schedules.planner import Planner
 from tests.bench.noise import Loss, Noise, measure_slack, noisy_costs, readiness_first
 

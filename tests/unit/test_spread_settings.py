@@ -11,7 +11,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary import gathered_vocabulary, spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, spread_vocabulary
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts

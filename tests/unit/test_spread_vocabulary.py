@@ -10,7 +10,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, TensorSpec, Topology, Vocabulary, placement_of
-from dynapipe_ext.batch.vocabulary import gathered_vocabulary, spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, spread_vocabulary
 from dynapipe_ext.costs.model import topology_from_json, topology_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
 from dynapipe_ext.tools.show.schedule import rank_costs, schedule_for, uneven_factors
 
 

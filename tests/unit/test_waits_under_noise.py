@@ -28,10 +28,10 @@ from dynapipe_ext.executor.instructions import (
 )
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate_ns
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, simulate_ns
+from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.zero_bubble import zb_h2
 from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.tables.zero_bubble import zb_h2
 from tests.bench.noise import Noise, noisy_costs
 
 NUM_STAGES, NUM_MICRO_BATCHES = 4, 16

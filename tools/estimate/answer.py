@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dynapipe_ext.batch.micro_batches import round_up
-from dynapipe_ext.batch.vocabulary import gathered_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary
 from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES
 from dynapipe_ext.costs.unfused import PlainLayers

@@ -11,10 +11,10 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, round_up
 from dynapipe_ext.costs.estimated import EstimatedCosts
 from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.partitioning.packing import RowRule, micro_batch_evaluate
+from dynapipe_ext.partitioning.pieces import RowTime, rows_with_pieces
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.splits.packing import RowRule, micro_batch_evaluate
-from dynapipe_ext.splits.pieces import RowTime, rows_with_pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, Pieces, Recompute, with_sliced_head
 from dynapipe_ext.batch.topology import Offload, PlacementName, Topology, Vocabulary, placement_of, widths_of
-from dynapipe_ext.batch.vocabulary import gathered_vocabulary, spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, spread_vocabulary
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
 from dynapipe_ext.costs.grid import INFEASIBLE
@@ -21,10 +21,10 @@ from dynapipe_ext.costs.states import StateRecipe
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture, layer_kinds
 from dynapipe_ext.models.flops import layer_weights
+from dynapipe_ext.partitioning.pieces import piece_sizes
 from dynapipe_ext.reproducible import product
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.settings.tables import PlacementChoice, VocabularyChoice
-from dynapipe_ext.splits.pieces import piece_sizes
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
 from dynapipe_ext.tools.estimate.memory import bytes_in_pieces
 

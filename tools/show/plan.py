@@ -20,7 +20,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError, format_bytes
 from dynapipe_ext.executor.proven_step import ProvenStep
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.bounds import Certificate, ReplicaBounds
+from dynapipe_ext.schedules.evaluation.bounds import Certificate, ReplicaBounds
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, draw, format_lines, pieces_in_json, read_plan_json
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.check.plan_file import PlanFile

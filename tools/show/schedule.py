@@ -23,11 +23,11 @@ from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate, simulate_ns, validate
+from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
+from dynapipe_ext.schedules.evaluation.simulate import peak_bytes, simulate, simulate_ns, validate
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, from_csv, parse_lines, picture, pieces_in_json, read_plan_json
+from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.console import counted, percent
 from dynapipe_ext.tools.files import read_json

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary import refuse_spread
+from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.states import refuse_undivided_vocabulary
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages import megatron_cpu

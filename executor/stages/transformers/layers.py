@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.batch.topology import StageLayers, Topology, layers_of_cut, refuse_half_layers
-from dynapipe_ext.batch.vocabulary import refuse_spread
+from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.models.layer_pattern import Half, HalfModule
 

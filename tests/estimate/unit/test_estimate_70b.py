@@ -9,7 +9,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.estimated import Strategy
 from dynapipe_ext.costs.memory import stage_parameters

@@ -15,8 +15,8 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, PricesShapes, bottleneck
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.splits.balance import MOST_SAMPLES, best_partition, cut_again, good_partitions
-from dynapipe_ext.splits.pair_rows import PairRows
+from dynapipe_ext.partitioning.balance import MOST_SAMPLES, best_partition, cut_again, good_partitions
+from dynapipe_ext.partitioning.pair_rows import PairRows
 
 ShapeIndex = npt.NDArray[np.int32]
 

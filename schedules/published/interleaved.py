@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.tables.zero_bubble import check_counts
+from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.zero_bubble import check_counts
 
 
 def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:

@@ -14,7 +14,7 @@ import numpy as np
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
-from dynapipe_ext.schedules.judge.simulate import StageMemory, makespan_ns
+from dynapipe_ext.schedules.evaluation.simulate import StageMemory, makespan_ns
 
 _CLUSTERS = 3
 

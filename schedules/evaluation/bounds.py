@@ -19,7 +19,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import check_range
+from dynapipe_ext.schedules.evaluation.simulate import check_range
 
 IntArray = npt.NDArray[np.int64]
 

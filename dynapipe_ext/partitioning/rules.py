@@ -12,9 +12,9 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, round_up
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.splits.balance import assign_replicas, karmarkar_karp
-from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, best_fit, document_costs, pack
-from dynapipe_ext.splits.padded import NO_CAPS, Caps, ShapeEvaluate, no_equal_counts, split_padded
+from dynapipe_ext.partitioning.balance import assign_replicas, karmarkar_karp
+from dynapipe_ext.partitioning.packing import MicroBatchEvaluate, RowRule, best_fit, document_costs, pack
+from dynapipe_ext.partitioning.padded import NO_CAPS, Caps, ShapeEvaluate, no_equal_counts, split_padded
 
 
 def check_enough(num_samples: int, dp: int) -> None:

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, did_you_mean
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
-from dynapipe_ext.schedules.tables.gpipe import gpipe
-from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
-from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.tables.v_shape import v_half, zb_v
-from dynapipe_ext.schedules.tables.zero_bubble import zb_h1, zb_h2
+from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
+from dynapipe_ext.schedules.published.gpipe import gpipe
+from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
+from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.v_shape import v_half, zb_v
+from dynapipe_ext.schedules.published.zero_bubble import zb_h1, zb_h2
 from dynapipe_ext.settings.plan_rules import ScheduleName
 
 # Each takes the numbers of ranks and of micro-batches; interleaved-1f1b the stages a rank as well.

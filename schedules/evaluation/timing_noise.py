@@ -17,7 +17,7 @@ import numpy as np
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.reproducible import splitmix64
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
 
 SCALE = 1024  # shares of times are counted in parts of one in so many
 PAIRS = 8

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.tables.zero_bubble import check_counts
+from dynapipe_ext.schedules.published.zero_bubble import check_counts
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 _KINDS = (_F, _I, _W)

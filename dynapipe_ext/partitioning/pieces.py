@@ -11,8 +11,8 @@ from typing import Literal
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Pieces, Recompute, SampleLength, round_up
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_costs, fill_lightest, in_row_order
-from dynapipe_ext.splits.rules import piece
+from dynapipe_ext.partitioning.packing import MicroBatchEvaluate, RowRule, document_costs, fill_lightest, in_row_order
+from dynapipe_ext.partitioning.rules import piece
 
 PIECE_TOKENS = (2048, 4096, 8192, 16384, 32768)  # that are tried where the planner chooses
 FINER_TOKENS = (2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152)  # where it chooses a width, too
