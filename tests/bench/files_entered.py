@@ -2,6 +2,7 @@
 
     python tests/bench/files_entered.py [--show]
 
+plan      lengths to a proven step: analytic costs of a named model, planner, proof and instructions
 library   a step of `PipelineExecutor` in one process: dataset, planner, loader, stage and executor of the README
 train     `dynapipe train` with its own model: the command and its ranks until the first step has run
 model     `dynapipe train --model FOLDER`: the same with a folder of transformers
@@ -75,6 +76,26 @@ def traced(work: Callable[[], None], log: Path) -> list[str]:
     return entered.files()
 
 
+def plan(scratch: Path) -> Callable[[], None]:
+    from dynapipe_ext import ActivationFormat, AnalyticCosts, Planner, Topology
+    from dynapipe_ext.batch.micro_batches import sample_lengths
+    from dynapipe_ext.executor.proven_step import prove_step
+    from dynapipe_ext.models.named_models import preset
+
+    architecture = preset("llama-2-7b")
+
+    def planning() -> None:
+        topology = Topology(tp=2, pp=4, dp=2)
+        costs = AnalyticCosts(architecture, topology, flops_per_s=150e12)
+        planner = Planner(
+            topology, costs, 60e9, format=ActivationFormat(architecture.hidden_size), effort=2000,
+            split_backward=True, layout="packed", pieces="auto",
+        )  # fmt: skip
+        prove_step(planner, sample_lengths([40 * (1 + i * i // 8) for i in range(64)]), step=0)
+
+    return planning
+
+
 def library(scratch: Path) -> Callable[[], None]:
     import torch
 
@@ -133,7 +154,7 @@ def model(scratch: Path) -> Callable[[], None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", action="store_true")
-    parser.add_argument("walks", nargs="*", default=["library", "train", "model"])
+    parser.add_argument("walks", nargs="*", default=["plan", "library", "train", "model"])
     args = parser.parse_args()
     sys.path.remove(str(Path(__file__).parent))  # in which megatron.py lies
     for name in args.walks:
@@ -141,7 +162,7 @@ def main() -> int:
             scratch = Path(folder)
             child = os.fork()
             if child == 0:
-                work = {"library": library, "train": train, "model": model}[name](scratch)
+                work = {"plan": plan, "library": library, "train": train, "model": model}[name](scratch)
                 with open(os.devnull, "w") as nowhere:
                     os.dup2(nowhere.fileno(), 1)
                 traced(work, scratch / "entered")
