@@ -15,6 +15,13 @@ from dynapipe_ext.tools.files import ALONE, deliver_error
 
 _MOST_POSITIONS = 1 << 40  # of a sample
 _NUMBERS = re.compile(r"[0-9.,]+")
+_REMOVED_FLAGS = {
+    **dict.fromkeys(
+        ("--partitions", "--keep-sequential-samples"), "leave it out, as documents keep the order of the input"
+    ),
+    **dict.fromkeys(("--split-sentences", "--lang", "--keep-newlines"), "give texts as lists of sentences"),
+    "--json-key": "use --json-keys",
+}
 _STATUSES = {
     0: "done",
     1: "a defect of dynapipe, after its traceback",
@@ -38,6 +45,8 @@ class CommandParser(argparse.ArgumentParser):
             words = [word.partition("=")[0] for word in self._line_words]
             for word in words[: words.index("--") if "--" in words else None]:
                 if word.startswith("--") and word not in self._option_string_actions:
+                    if word in _REMOVED_FLAGS:
+                        self.error(f"{word} was removed: {_REMOVED_FLAGS[word]}")
                     self.error(f"unknown {word}{did_you_mean(word, self._option_string_actions)}")
         parsed, unknown = super().parse_known_args(self._with_lists_joined(self._line_words), namespace)
         if unknown:

@@ -89,17 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running.add_argument(
         "--workers", type=int, metavar="N", help="processes (default: one for each core, or CPU of Ray)"
     )
-    running.add_argument(
-        "--partitions",
-        type=int,
-        metavar="N",
-        help="Megatron's, taken and not needed: workers read blocks of all files, and documents keep their order",
-    )
-    running.add_argument(
-        "--keep-sequential-samples",
-        action="store_true",
-        help="Megatron's: with --partitions, which here does so anyway",
-    )
     running.add_argument("--log-interval", type=int, metavar="N", help="say every N documents what is done")
     running.add_argument("--ray", action="store_true", help="encode on a Ray cluster")
     running.add_argument(
@@ -122,15 +111,7 @@ def _add_input(reading: argparse._ArgumentGroup) -> None:
     reading.add_argument(
         "--json-keys", nargs="+", action="extend", metavar="KEY", help="fields with text; other fields are ignored"
     )
-    reading.add_argument("--json-key", metavar="KEY", help="Fast-LLM's: one such field")
     reading.add_argument("--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file")
-    reading.add_argument(
-        "--split-sentences", action="store_true", help="Megatron's: a sequence a sentence, split by NLTK (.bin/.idx)"
-    )
-    reading.add_argument("--lang", default="english", metavar="LANGUAGE", help="of --split-sentences")
-    reading.add_argument(
-        "--keep-newlines", action="store_true", help="with --split-sentences: keep what stands between sentences"
-    )
     reading.add_argument(
         "--skip-empty", action="store_true", help="leave out and count records with nothing to train on"
     )
@@ -175,7 +156,6 @@ def run(args: argparse.Namespace) -> int:
     console = error_console()
     if args.lengths_only or any(map(is_indexed, args.input)):
         return _from_index(args, console)
-    _take_other_names(args, console)
     output = args.output_prefix if args.output is None else args.output
     parts = _parts(args, output)
     files = tuple(file for inputs, _ in parts for file in inputs)
@@ -229,20 +209,6 @@ def _preprocessed(
             workers=_workers(args, settings, encoder),
             overwrite=args.overwrite,
             progress=show,
-        )
-
-
-def _take_other_names(args: argparse.Namespace, console: Console) -> None:
-    """Take what other packages' lines say. Errors: ConfigError."""
-    if args.json_key is not None:
-        if args.json_keys is not None:
-            raise ConfigError("--json-keys and --json-key both name fields with text: give one of them")
-        args.json_keys = [args.json_key]
-    if (args.partitions or 1) > 1 and not args.keep_sequential_samples:
-        console.print(
-            "note: documents keep the order of the input, as with --keep-sequential-samples; preprocess_data.py would"
-            f" deal them to {args.partitions} partitions in turn",
-            soft_wrap=True,
         )
 
 
@@ -451,11 +417,7 @@ def _choices(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_together(args: argparse.Namespace) -> None:
-    refuse_below(args, 1, "partitions", "log_interval")
-    if args.keep_newlines and not args.split_sentences:
-        raise ConfigError("--keep-newlines is of --split-sentences: give both, or leave it out")
-    if args.output is not None and args.split_sentences:
-        raise ConfigError("--split-sentences is for --output-prefix: a sample of a dataset folder is a whole text")
+    refuse_below(args, 1, "log_interval")
     names = ("template", "loss_on", "input_key", "target_key", "text_key")
     flags = [flag_of(name) for name in names if getattr(args, name)]
     if args.output_prefix is not None and args.pair_keys:
@@ -520,8 +482,6 @@ def _settings(args: argparse.Namespace, form: DataForm) -> EncodeSettings:
         truncate=args.truncate is not None,
         tasks=tasks,
         skip_empty=args.skip_empty,
-        sentences=args.lang if args.split_sentences else "",
-        keep_newlines=args.keep_newlines,
         template=form.template,
         is_instruction=form.fields.is_instruction,
         loss_on=form.loss_on,

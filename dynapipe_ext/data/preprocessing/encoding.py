@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from itertools import cycle, islice
 from typing import Any, Literal
 
@@ -40,10 +39,6 @@ IS_TARGET = "is_target"  # a byte for each token of a chat, or of a pair of answ
 NUM_FIRST = "num_first"  # tokens of the first document of each pair
 _VERSION = 6  # raise it with every change of the output, so that old work is done again
 _BATCH_CHARACTERS = 1 << 19
-_MOST_CHARACTERS = 1_000_000  # that are split at once, as there
-_NO_NLTK = "--split-sentences needs NLTK 3.9 or later: pip install 'nltk>=3.9'"
-# Where NLTK's expression for the end of a sentence takes blanks: before what comes next, or with what came before.
-_BLANKS_AFTER = (("(?=(?P<after_tok>", r"\s*(?=(?P<after_tok>"), (r"\s+(?P<next_tok>", "(?P<next_tok>"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +49,9 @@ class EncodeSettings:
     separator, if any, stands between them and the end of text at the end. Without a `pair` every record is a text;
     `keys_only` also ignores tasks. With a `template` a model's own tokenizer renders the records;
     `loss_on` says on which answers of a chat loss falls.
-    megatron: each of `keys` becomes a data set with the tokens of each text, or of each sentence in a list, into which
-    texts are split where `sentences` names a language (`sentence_splitter`; `keep_newlines`). With `append_eod` the end
-    of text follows the last one. A text without tokens is a document without a sequence, as in Megatron's
-    preprocess_data.py.
+    megatron: each of `keys` becomes a data set with the tokens of each text, or of each sentence in a list. With
+    `append_eod` the end of text follows the last one. A text without tokens is a document without a sequence, as in
+    Megatron's preprocess_data.py.
     `unread` are fields that hold the words of records, too, and are not read.
     """
 
@@ -75,13 +69,6 @@ class EncodeSettings:
     is_instruction: bool = False
     loss_on: LossOn = "answers"
     unread: tuple[str, ...] = ()
-    sentences: str = ""
-    keep_newlines: bool = False
-
-    @property
-    def level(self) -> str:
-        """What a sequence of a data set for Megatron is, which is in its name."""
-        return "sentence" if self.sentences else "document"
 
     @property
     def bounds(self) -> LengthBounds:
@@ -102,8 +89,7 @@ class EncodeSettings:
     def digest(self, encoder: Encoder) -> str:
         """sha256 of everything besides the block that determines its output."""
         described = {"version": _VERSION, "tokenizer": digest_of(encoder), **asdict(self)}
-        for name in ("unread", *(() if self.sentences else ("sentences", "keep_newlines"))):
-            del described[name]
+        del described["unread"]
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     def dtype(self, encoder: Encoder) -> np.dtype[Any]:
@@ -302,45 +288,8 @@ def _texts(where: str, record: Record, settings: EncodeSettings) -> list[list[st
     for key in settings.keys:
         value = record[key]
         sentences = [{key: sentence} for sentence in value] if isinstance(value, list) else [record]
-        parts = [string_field(sentence, key, where=where) for sentence in sentences]
-        if settings.sentences and not isinstance(value, list):
-            parts = sentence_splitter(settings.sentences, keep_newlines=settings.keep_newlines)(parts[0])
-        texts.append(parts)
+        texts.append([string_field(sentence, key, where=where) for sentence in sentences])
     return texts
-
-
-@lru_cache(maxsize=4)
-def sentence_splitter(language: str, *, keep_newlines: bool = False) -> Callable[[str], list[str]]:
-    """A function that splits a text into sentences by NLTK's Punkt of a language, as Megatron-LM's preprocess_data.py
-    does. With `keep_newlines` blanks after a sentence are a part of it. Errors: ConfigError without NLTK or its
-    data."""
-    try:
-        from nltk.tokenize import punkt
-    except ImportError:
-        raise ConfigError(_NO_NLTK) from None
-    if not hasattr(punkt, "PunktTokenizer"):
-        raise ConfigError(_NO_NLTK)
-    try:
-        tokenizer = punkt.PunktTokenizer(language)
-    except LookupError:
-        raise ConfigError(
-            f"--split-sentences: NLTK has no Punkt data of {language!r}: python -m nltk.downloader punkt_tab, or set"
-            " NLTK_DATA to where it lies"
-        ) from None
-    if keep_newlines:
-        expression = punkt.PunktLanguageVars._period_context_fmt
-        for blanks, moved in _BLANKS_AFTER:
-            if blanks not in expression:
-                raise ConfigError("--keep-newlines: this NLTK ends sentences by another expression: leave it out")
-            expression = expression.replace(blanks, moved)
-        variables = type("BlanksAfter", (punkt.PunktLanguageVars,), {"_period_context_fmt": expression})
-        tokenizer = punkt.PunktSentenceTokenizer(tokenizer._params, lang_vars=variables())
-
-    def split(text: str) -> list[str]:
-        parts = (text[start : start + _MOST_CHARACTERS] for start in range(0, len(text), _MOST_CHARACTERS))
-        return [sentence for part in parts for sentence in tokenizer.tokenize(part)]
-
-    return split
 
 
 def _refuse_lacking(where: str, record: Record, settings: EncodeSettings) -> None:

@@ -42,7 +42,6 @@ from dynapipe_ext.data.preprocessing.encoding import (
     EncodedBlock,
     EncodeSettings,
     look_at,
-    sentence_splitter,
     stream_names,
     texts_of,
 )
@@ -330,8 +329,6 @@ def check_settings(settings: EncodeSettings, encoder: Encoder) -> None:
     if settings.target == "megatron":
         if settings.max_seq_len is not None or settings.truncate or settings.tasks.bind:
             raise ConfigError(".bin/.idx holds whole documents: leave out --max-seq-len, --truncate and other bounds")
-        if settings.sentences:
-            sentence_splitter(settings.sentences, keep_newlines=settings.keep_newlines)
         if not settings.keys or len(set(settings.keys)) < len(settings.keys):
             raise ConfigError(f"the keys are {list(settings.keys)}: give one or more, each once")
         for name in settings.keys:
@@ -362,9 +359,9 @@ def source_digest(files: Sequence[InputFile]) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
-def megatron_prefix(output: str | Path, key: str, level: str) -> Path:
-    """`OUTPUT_KEY_document`, the name that Megatron's own tool gives its output; of sentences `OUTPUT_KEY_sentence`."""
-    return Path(f"{output}_{key}_{level}")
+def megatron_prefix(output: str | Path, key: str) -> Path:
+    """Return `OUTPUT_KEY_document`, the name that Megatron's own tool gives its output."""
+    return Path(f"{output}_{key}_document")
 
 
 class _Pass:
@@ -484,7 +481,7 @@ def _refuse_other(place: Path, work: Path, settings: EncodeSettings, key: str, o
     if settings.target == "dataset":
         existing = [place] if is_prepared(place) else []
     else:
-        prefixes = [megatron_prefix(place, name, settings.level) for name in settings.keys]
+        prefixes = [megatron_prefix(place, name) for name in settings.keys]
         existing = [path for prefix in prefixes for path in (idx_path(prefix), bin_path(prefix)) if path.exists()]
     if existing:
         raise ConfigError(f"{existing[0]} exists, made from other files or settings: pass --overwrite or name another")
@@ -552,7 +549,7 @@ def _finish_megatron(
     place: Path, journal: StreamJournal, settings: EncodeSettings, encoder: Encoder
 ) -> tuple[Path, ...]:
     """Put all files in place, the index files last: without its index a data set does not count."""
-    prefixes = [megatron_prefix(place, key, settings.level) for key in settings.keys]
+    prefixes = [megatron_prefix(place, key) for key in settings.keys]
     made: list[dict[Path, Path]] = []  # for each key the finished files and their places, the index last
     for number, prefix in enumerate(prefixes):
         sizes = _stream(journal, f"{SIZES}-{number}", "<i8")

@@ -178,9 +178,9 @@ def test_several_files_of_every_form_make_one_dataset_in_the_order_given(tmp_pat
 
 BASE = ("--tokenizer", "bytes", "--output", "out")
 OF_TEXT = (
-    "--tokenizer-type HuggingFaceTokenizer", "--vocab-file v", "--merge-file m", "--split-sentences", "--keep-newlines",
-    "--lang german", "--log-interval 5", "--workers 2", "--partitions 2", "--ray", "--ray-address auto",
-    "--dataset-impl mmap", "--text-unit document", "--json-key a", "--max-seq-len 0",
+    "--tokenizer-type HuggingFaceTokenizer", "--vocab-file v", "--merge-file m", "--log-interval 5",
+    "--workers 2", "--ray", "--ray-address auto",
+    "--dataset-impl mmap", "--text-unit document", "--max-seq-len 0",
 )  # fmt: skip
 
 
