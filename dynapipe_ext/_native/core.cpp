@@ -5,10 +5,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <limits>
 #include <stdexcept>
 #include <tuple>
 
+#include "arguments.hpp"
 #include "balance.hpp"
 #include "judge.hpp"
 #include "levelling.hpp"
@@ -125,170 +125,29 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   return {result, state.groups, state.rule, state.makespan, actions};
 }
 
-using Doubles = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Bools = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Integers = nb::ndarray<const i64, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Integers = dynapipe::Table<i64, 2>;
 
-enum Price { kForwardMs, kBackwardMs, kWeightMs, kStoredMb, kPeakMb, kPrices };  // a grid's columns, and the rows of values
-
-using GridParts = std::tuple<std::vector<std::vector<double>>, Doubles, Bools>;
-
-dynapipe::Grid grid_of(const GridParts& parts) {
-  const auto& [axes, values, known] = parts;
+// Interpolated values [column][place] of a grid, and which places it knows; `places` [axis][place].
+auto interpolate(const std::vector<dynapipe::Table<double, 1>>& axes, const dynapipe::Table<double, 2>& values,
+                 const dynapipe::Table<bool, 1>& known, const dynapipe::Table<double, 2>& places) {
   std::size_t points = 1;
+  dynapipe::Grid grid;
   for (const auto& axis : axes) {
-    if (axis.empty()) throw std::invalid_argument("a grid axis has no points");
+    dynapipe::require(axis.size() > 0, "a grid axis has no points");
     points *= axis.size();
+    grid.axes.emplace_back(axis.data(), axis.data() + axis.size());
   }
-  if (axes.size() > dynapipe::Grid::kMost || values.shape(0) != points || known.shape(0) != points || values.shape(1) != kPrices) {
-    throw std::invalid_argument("a grid's axes, values and known points have sizes that do not match");
+  const std::size_t columns = values.shape(0), count = places.shape(1);
+  dynapipe::require(values.shape(1) == points && known.size() == points && places.shape(0) == axes.size() && axes.size() <= dynapipe::Grid::kMost,
+                    "a grid's axes, values, known points and places have sizes that do not match");
+  std::vector<double> at(columns * count);
+  std::vector<char> is_known(count);
+  {
+    nb::gil_scoped_release unlocked;
+    grid.interpolate(values.data(), columns, known.data(), places.data(), count, at.data(), is_known.data());
   }
-  return {axes, static_cast<int>(values.shape(1)), values.data(), known.data()};
-}
-
-using StageValues = nb::ndarray<double, nb::ndim<3>, nb::c_contig, nb::device::cpu>;  // (kPrices, stages, places)
-
-// A grid's prices at places whose coordinates are rows of `count`, into `prices` [price][place].
-void prices_at(const dynapipe::Grid& grid, const double* places, const std::vector<int>& axes, std::size_t count, double* prices, bool* known) {
-  for (std::size_t k = 0; k < count; ++k) {
-    double at[dynapipe::Grid::kMost], values[kPrices];
-    for (std::size_t a = 0; a < axes.size(); ++a) at[a] = places[axes[a] * count + k];
-    const bool ok = grid.at(at, values);
-    if (known) known[k] &= ok;
-    for (std::size_t c = 0; c < kPrices; ++c) prices[c * count + k] = values[c];
-  }
-}
-
-// Values of every stage for every place, into `total`, and whether all grids know the place. `parts[kind]`: the grids (at
-// most one) of encoder, decoder and head; `axes[kind]`: which of a place's (rows, encoder, decoder) each reads; `layout`:
-// (encoder, decoder) layers of each stage.
-void stage_costs(const std::vector<std::vector<GridParts>>& parts, const std::vector<std::vector<int>>& axes,
-                 const std::vector<std::pair<int, int>>& layout, bool head_on_every, const Doubles& places,
-                 StageValues total, nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu> known) {
-  const std::size_t count = places.shape(1), stages = layout.size();
-  if (parts.size() != 3 || axes.size() != 3 || places.shape(0) != 3 || total.shape(0) != kPrices || total.shape(1) != stages ||
-      total.shape(2) != count || known.shape(0) != count) {
-    throw std::invalid_argument("the grids, the places and the results have sizes that do not match");
-  }
-  std::vector<std::vector<dynapipe::Grid>> grids(3);
-  for (int kind = 0; kind < 3; ++kind) {
-    for (const auto& one : parts[kind]) {
-      grids[kind].push_back(grid_of(one));
-      if (grids[kind].back().axes.size() != axes[kind].size()) throw std::invalid_argument("a grid has other axes");
-    }
-  }
-  const double* place = places.data();
-  double* out = total.data();
-  bool* ok = known.data();
-  nb::gil_scoped_release unlocked;
-  std::vector<double> layers(3 * kPrices * count, 0.0);  // [kind][price][place]: long rows, which compilers vectorize
-  for (std::size_t k = 0; k < count; ++k) ok[k] = true;
-  for (int kind = 0; kind < 3; ++kind) {
-    for (const auto& grid : grids[kind]) prices_at(grid, place, axes[kind], count, &layers[kind * kPrices * count], ok);
-  }
-  const double *e = layers.data(), *d = e + kPrices * count, *head = d + kPrices * count;
-  for (std::size_t s = 0; s < stages; ++s) {
-    const double encoders = layout[s].first, decoders = layout[s].second;
-    for (std::size_t c = 0; c < kPeakMb; ++c) {
-      double* const row = out + (c * stages + s) * count;
-      for (std::size_t k = 0; k < count; ++k) row[k] = encoders * e[c * count + k] + decoders * d[c * count + k];
-      if (s + 1 < stages && !head_on_every) continue;
-      for (std::size_t k = 0; k < count; ++k) row[k] += head[c * count + k];
-    }
-    double* const peak = out + (kPeakMb * stages + s) * count;
-    for (std::size_t k = 0; k < count; ++k) {
-      const std::size_t stored = kStoredMb * count + k, running = kPeakMb * count + k;
-      peak[k] = encoders > 0 ? (encoders - 1) * e[stored] + e[running] : 0.0;
-      if (decoders > 0) peak[k] = std::max(peak[k], encoders * e[stored] + (decoders - 1) * d[stored] + d[running]);
-    }
-  }
-}
-
-// Adds attentions and MLPs alone to the values of every stage. `parts`: the grids of both, with the (a, b, c, d) of
-// `share_of_bytes`; `counts[part][stage]`.
-void add_halves(StageValues total, const std::vector<GridParts>& parts, const std::vector<std::vector<double>>& shares,
-                const std::vector<std::vector<double>>& counts, const Doubles& places) {
-  const std::size_t count = places.shape(1), stages = total.shape(1);
-  if (parts.size() != 2 || shares.size() != 2 || counts.size() != 2 || counts[0].size() != stages || counts[1].size() != stages ||
-      shares[0].size() != 4 || shares[1].size() != 4 || places.shape(0) != 3 || total.shape(0) != kPrices || total.shape(2) != count) {
-    throw std::invalid_argument("the halves, the places and the values have sizes that do not match");
-  }
-  const std::vector<dynapipe::Grid> grids{grid_of(parts[0]), grid_of(parts[1])};
-  if (grids[0].axes.size() != 2 || grids[1].axes.size() != 2) throw std::invalid_argument("a half has rows and a length");
-  const double* place = places.data();
-  double* values = total.data();
-  nb::gil_scoped_release unlocked;
-  std::vector<double> halves(2 * kPrices * count), working(count);  // [part][price][place]
-  for (int part = 0; part < 2; ++part) {
-    double* const half = &halves[part * kPrices * count];
-    prices_at(grids[part], place, {0, 1}, count, half, nullptr);
-    const auto& share = shares[part];
-    for (std::size_t k = 0; k < count; ++k) {
-      const double of_bytes = (share[0] + share[1] * place[count + k]) / (share[2] + share[3] * place[count + k]);
-      half[kStoredMb * count + k] *= of_bytes;
-      half[kPeakMb * count + k] *= of_bytes;
-    }
-  }
-  for (std::size_t s = 0; s < stages; ++s) {
-    double *const stored = values + (kStoredMb * stages + s) * count, *const peak = values + (kPeakMb * stages + s) * count;
-    for (std::size_t k = 0; k < count; ++k) working[k] = peak[k] - stored[k];
-    for (int part = 0; part < 2; ++part) {
-      const double* const half = &halves[part * kPrices * count];
-      const double num = counts[part][s];
-      for (std::size_t c = 0; c < kPeakMb; ++c) {
-        double* const row = values + (c * stages + s) * count;
-        for (std::size_t k = 0; k < count; ++k) row[k] += num * half[c * count + k];
-      }
-      for (std::size_t k = 0; k < count; ++k) {
-        working[k] = std::max(working[k], num * (half[kPeakMb * count + k] - half[kStoredMb * count + k]));
-      }
-    }
-    for (std::size_t k = 0; k < count; ++k) peak[k] = stored[k] + working[k];
-  }
-}
-
-// The busiest rank's time and the fullest rank's bytes, into `result` (2, micro-batches), of tables (stages,
-// micro-batches); `held[rank]`: how many of a micro-batch a rank holds. What cannot run has kInfeasible of both. Twin:
-// `model.bottleneck`.
-void rank_needs(const Integers& forward, const Integers& backward, const Integers& stored, const Integers& working,
-                const std::vector<i64>& fixed, const std::vector<int>& stage_ranks, const std::vector<i64>& held,
-                nb::ndarray<i64, nb::ndim<2>, nb::c_contig, nb::device::cpu> result) {
-  const std::size_t stages = stage_ranks.size(), count = result.shape(1), ranks = held.size();
-  for (const Integers* one : {&forward, &backward, &stored, &working}) {
-    if (one->shape(0) != stages || one->shape(1) != count) throw std::invalid_argument("tables have sizes that do not match");
-  }
-  if (fixed.size() != stages || result.shape(0) != 2) throw std::invalid_argument("tables have sizes that do not match");
-  for (int rank : stage_ranks) {
-    if (rank < 0 || rank >= static_cast<int>(ranks)) throw std::invalid_argument("a stage is on no rank");
-  }
-  i64* const out = result.data();
-  nb::gil_scoped_release unlocked;
-  // Sums of stages that cannot run stay within 64 bits.
-  const i64 most = ranks == stages ? std::numeric_limits<i64>::max() : dynapipe::kInfeasible / static_cast<i64>(stages);
-  std::vector<i64> statics(ranks, 0), time(ranks * count, 0), bytes(ranks * count, 0);
-  std::vector<i64> extra(ranks * count, std::numeric_limits<i64>::min());
-  std::vector<char> never(count, false), bad(count, false);
-  for (std::size_t s = 0; s < stages; ++s) {
-    const std::size_t at = s * count, own = stage_ranks[s] * count;
-    statics[stage_ranks[s]] += std::min(fixed[s], most);
-    for (std::size_t m = 0; m < count; ++m) {
-      const i64 both = static_cast<i64>(static_cast<std::uint64_t>(forward.data()[at + m]) + static_cast<std::uint64_t>(backward.data()[at + m]));
-      never[m] |= both >= dynapipe::kInfeasible;
-      bad[m] |= stored.data()[at + m] >= dynapipe::kInfeasible;
-      time[own + m] += std::min(both, most);
-      bytes[own + m] += std::min(stored.data()[at + m], most);
-      extra[own + m] = std::max(extra[own + m], working.data()[at + m]);
-    }
-  }
-  for (std::size_t m = 0; m < count; ++m) {
-    i64 slowest = std::numeric_limits<i64>::min(), needed = slowest;
-    for (std::size_t r = 0; !bad[m] && r < ranks; ++r) {
-      slowest = std::max(slowest, time[r * count + m]);
-      needed = std::max(needed, statics[r] + held[r] * bytes[r * count + m] + extra[r * count + m]);
-    }
-    out[m] = bad[m] || never[m] ? dynapipe::kInfeasible : std::min(slowest, dynapipe::kInfeasible);
-    out[count + m] = bad[m] ? dynapipe::kInfeasible : needed;
-  }
+  return std::pair{dynapipe::make_array<double, 2, double>(std::move(at), {columns, count}),
+                   dynapipe::make_array<char, 1, bool>(std::move(is_known), {count})};
 }
 
 // One kind's records of all shapes, (shapes, stages, fields), from a table (stages, shapes) of each field. Twin:
@@ -411,9 +270,7 @@ NB_MODULE(_core, module) {
   module.def("levelled", &levelled);
   module.def("balanced", &balanced);
   module.def("regrouped", &regrouped);
-  module.def("stage_costs", &stage_costs);
-  module.def("add_halves", &add_halves);
-  module.def("rank_needs", &rank_needs);
+  module.def("interpolate", &interpolate);
   module.def("fill_records", &fill_records);
   module.def("cheapest_cuts", &cheapest_cuts);
   module.def("least_bound", &least_bound);

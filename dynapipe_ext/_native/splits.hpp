@@ -1,6 +1,4 @@
 // Prices of shapes from a measured grid, and the cheapest cuts of a sequence.
-//
-// Twins: dynapipe_ext/costs/grid.py and dynapipe_ext/partitioning/balance.py.
 #pragma once
 
 #include <algorithm>
@@ -12,48 +10,49 @@ namespace dynapipe {
 
 using i64 = std::int64_t;
 
-// A rectangular grid of points with several columns of values.
+// The axes of a rectangular grid of points.
 struct Grid {
-  std::vector<std::vector<double>> axes;
-  int columns = 0;
-  const double* values = nullptr;  // [point][column]
-  const bool* known = nullptr;     // [point]
-
-  // Multilinear values at one place: the smallest coordinate counts below the grid. Returns whether they are known.
-  // `total` has a number for every column. Operations and their order are those of the twin.
-  bool at(const double* place, double* total) const {
-    const int dimensions = static_cast<int>(axes.size());
-    std::size_t low[kMost], high[kMost];
-    double share[kMost];
-    bool ok = true;
-    for (int a = 0; a < dimensions; ++a) {
-      const auto& axis = axes[a];
-      const double x = std::max(place[a], axis.front());
-      ok &= x <= axis.back();
-      const i64 after = std::upper_bound(axis.begin(), axis.end(), x) - axis.begin() - 1;
-      const i64 last = static_cast<i64>(axis.size()) - 1;
-      low[a] = static_cast<std::size_t>(std::min(std::max(after, i64{0}), std::max(last - 1, i64{0})));
-      high[a] = std::min(low[a] + 1, static_cast<std::size_t>(last));
-      const double width = axis[high[a]] - axis[low[a]];
-      share[a] = std::min(std::max((x - axis[low[a]]) / (width > 0 ? width : 1.0), 0.0), 1.0);
-    }
-    std::fill(total, total + columns, 0.0);
-    for (int corner = 0; corner < (1 << dimensions); ++corner) {
-      std::size_t flat = 0;
-      double weight = 1.0;
-      for (int a = 0; a < dimensions; ++a) {
-        const bool upper = corner >> (dimensions - 1 - a) & 1;
-        flat = flat * axes[a].size() + (upper ? high[a] : low[a]);
-        weight = weight * (upper ? share[a] : 1.0 - share[a]);
-      }
-      ok &= known[flat] || weight == 0;
-      const double* const row = values + flat * columns;
-      for (int c = 0; c < columns; ++c) total[c] += weight * row[c];
-    }
-    return ok;
-  }
-
   static constexpr int kMost = 8;  // axes
+  std::vector<std::vector<double>> axes;
+
+  // Multilinear values [column][place] at `places` [axis][place], of `values` [column][point]: the smallest coordinate
+  // counts below the grid. A place is known within the grid if all corners with weight are. One fixed order of
+  // operations gives the same bits everywhere.
+  void interpolate(const double* values, std::size_t columns, const bool* known, const double* places, std::size_t count,
+                   double* total, char* is_known) const {
+    const int dimensions = static_cast<int>(axes.size());
+    std::size_t points = 1;
+    for (const auto& axis : axes) points *= axis.size();
+    std::fill(total, total + columns * count, 0.0);
+    for (std::size_t k = 0; k < count; ++k) {
+      std::size_t low[kMost], high[kMost];
+      double share[kMost];
+      bool ok = true;
+      for (int a = 0; a < dimensions; ++a) {
+        const auto& axis = axes[a];
+        const double x = std::max(places[a * count + k], axis.front());
+        ok &= x <= axis.back();
+        const i64 after = std::upper_bound(axis.begin(), axis.end(), x) - axis.begin() - 1;
+        const i64 last = static_cast<i64>(axis.size()) - 1;
+        low[a] = static_cast<std::size_t>(std::min(std::max(after, i64{0}), std::max(last - 1, i64{0})));
+        high[a] = std::min(low[a] + 1, static_cast<std::size_t>(last));
+        const double width = axis[high[a]] - axis[low[a]];
+        share[a] = std::min(std::max((x - axis[low[a]]) / (width > 0 ? width : 1.0), 0.0), 1.0);
+      }
+      for (int corner = 0; corner < (1 << dimensions); ++corner) {
+        std::size_t flat = 0;
+        double weight = 1.0;
+        for (int a = 0; a < dimensions; ++a) {
+          const bool upper = corner >> (dimensions - 1 - a) & 1;
+          flat = flat * axes[a].size() + (upper ? high[a] : low[a]);
+          weight = weight * (upper ? share[a] : 1.0 - share[a]);
+        }
+        ok &= known[flat] || weight == 0;
+        for (std::size_t c = 0; c < columns; ++c) total[c * count + k] += weight * values[c * points + flat];
+      }
+      is_known[k] = ok;
+    }
+  }
 };
 
 // The cheapest cuts of a sequence into parts that cost at most `bound` each; of equal sums fewer items come last.

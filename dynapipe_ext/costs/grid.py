@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.core import native
 from dynapipe_ext.errors import DataError, short
 
 FloatArray = npt.NDArray[np.float64]
@@ -62,26 +63,9 @@ class Grid:
         """Interpolated columns, shape (num_columns, num_shapes), and which of them rest on measured points only.
 
         Below the grid the smallest coordinate counts; above it, and where a missing corner carries weight, the answer
-        is not known. Every operation is elementwise in one fixed order, so all machines get the same bits.
+        is not known. Every operation is done in one fixed order, so all machines get the same bits.
         """
-        num_shapes = len(coordinates[0])
-        in_table = np.ones(num_shapes, bool)
-        total = np.zeros((len(self.columns), num_shapes))
-        sides = []
-        for axis, raw in zip(self.axes, coordinates, strict=True):
-            x = np.maximum(raw, axis[0])
-            in_table &= x <= axis[-1]
-            low = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, max(0, len(axis) - 2))
-            high = np.minimum(low + 1, len(axis) - 1)
-            width = axis[high] - axis[low]
-            weight = np.clip((x - axis[low]) / np.where(width > 0, width, 1.0), 0.0, 1.0)
-            sides.append(((low, 1.0 - weight), (high, weight)))
-        for corner in itertools.product(*sides):
-            flat, weight = np.zeros(num_shapes, np.int64), np.ones(num_shapes)
-            for axis, (index, share) in zip(self.axes, corner, strict=True):
-                flat, weight = flat * len(axis) + index, weight * share
-            in_table &= self.known[flat] | (weight == 0)
-            total += weight * self.values[:, flat]
+        total, in_table = native.interpolate(self.axes, self.values, self.known, np.array(coordinates, np.float64))
         if self.share_of_bytes:
             total[[name.endswith("_mb") for name in self.columns]] *= self.part_of_bytes(coordinates[1])
         return total, in_table

@@ -19,8 +19,7 @@ from dynapipe_ext.batch.micro_batches import (
     with_sliced_head,
 )
 from dynapipe_ext.batch.topology import StageLayers, Topology, layers_of_cut, refuse_half_layers
-from dynapipe_ext.core import native
-from dynapipe_ext.costs.grid import INFEASIBLE, WHOLE_SHARE, BoolArray, FloatArray, Grid
+from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import Architecture
 
@@ -90,29 +89,34 @@ def stage_values(
 
     `grids`: one of each of KINDS, if there is one; `layout`: (encoder, decoder) layers of every stage; `shapes` (3, M).
     """
-    count = shapes.shape[1]
-    axes = {"encoder": [0, 1], "decoder": [0, 1, 2], "postprocess": [0, 2] if has_decoder else [0, 1]}
-    total, in_table = np.zeros((len(_PRICES), len(layout), count)), np.ones(count, bool)
+    total, in_table = np.zeros((len(_PRICES), len(layout), shapes.shape[1])), np.ones(shapes.shape[1], bool)
     if not grids[0] or (has_decoder and not grids[1]):
-        return total, np.zeros(count, bool)
-    parts = [[_for_core(grid)] if grid else [] for grid in grids]
-    places = np.ascontiguousarray(shapes)
-    native.stage_costs(parts, [axes[kind] for kind in KINDS], list(layout), head_on_every, places, total, in_table)
+        return total, ~in_table
+    prices = []
+    for grid, axes in zip(grids, ([0, 1], [0, 1, 2], [0, 2] if has_decoder else [0, 1]), strict=True):
+        values, measured = _layer_prices(grid, shapes[axes])
+        in_table &= measured
+        prices.append(values)
+    encoder, decoder, head = prices
+    for stage, (num_encoder, num_decoder) in enumerate(layout):
+        total[:4, stage] = num_encoder * encoder[:4] + num_decoder * decoder[:4]
+        if head_on_every or stage + 1 == len(layout):
+            total[:4, stage] += head[:4]
+        if num_encoder:
+            total[4, stage] = (num_encoder - 1) * encoder[3] + encoder[4]
+        if num_decoder:
+            while_decoder = num_encoder * encoder[3] + (num_decoder - 1) * decoder[3] + decoder[4]
+            total[4, stage] = np.maximum(total[4, stage], while_decoder)
     return total, in_table
 
 
-def _columns(grid: Grid) -> list[tuple[int, int]]:
-    """The place among the rows of values, and in the grid, of each column that the grid has."""
-    return [(place, grid.columns.index(name)) for place, name in enumerate(_PRICES) if name in grid.columns]
-
-
-@lru_cache(64)
-def _for_core(grid: Grid) -> tuple[list[list[float]], FloatArray, BoolArray]:
-    """A grid as the native core takes it: axes, values (points, 5) with zeros where it has no column, known points."""
-    values = np.zeros((len(grid.known), len(_PRICES)))
-    for place, column in _columns(grid):
-        values[:, place] = grid.values[column]
-    return [axis.tolist() for axis in grid.axes], values, grid.known
+def _layer_prices(grid: Grid | None, places: FloatArray) -> tuple[FloatArray, BoolArray]:
+    """Return the rows of `_PRICES` of one layer, 0 for each column that there is none of; and what is known."""
+    prices, in_table = np.zeros((len(_PRICES), places.shape[1])), np.ones(places.shape[1], bool)
+    if grid:
+        values, in_table = grid.at(list(places))
+        prices[[_PRICES.index(name) for name in grid.columns]] = values
+    return prices, in_table
 
 
 def parts_of_stages(stages: Sequence[StageLayers]) -> Iterator[tuple[LayerPart, list[range]]]:
@@ -170,13 +174,14 @@ def values_with_halves(
 
     A half that runs needs its own working memory beside all that the stage stores. `total` may be written over.
     """
-    own = [grid for grid in grids if grid]
-    if len(own) < len(grids):
+    if not all(grids):
         return total  # of a kind of recomputation that the table does not have: no shape is known
-    counts = np.array(halves, np.float64).T
-    shares = [list(grid.share_of_bytes or WHOLE_SHARE) for grid in own]
-    places = np.ascontiguousarray(shapes)
-    native.add_halves(total, [_for_core(grid) for grid in own], shares, counts.tolist(), places)
+    working = total[4] - total[3]
+    for grid, counts in zip(grids, np.array(halves, np.float64).T[:, :, None], strict=True):
+        half, _ = _layer_prices(grid, shapes[:2])
+        total[:4] += counts * half[:4, None]
+        working = np.maximum(working, counts * (half[4] - half[3]))
+    total[4] = total[3] + working
     return total
 
 

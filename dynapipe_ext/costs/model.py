@@ -23,7 +23,6 @@ from dynapipe_ext.batch.micro_batches import (
     without_stage,
 )
 from dynapipe_ext.batch.topology import ActivationFormat, Offload, ReplicaCollectives, Topology
-from dynapipe_ext.core import native
 from dynapipe_ext.costs.floor import ROUNDING_NS, Floor, GrowingTimes, PaddedTimes
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.errors import ConfigError, PlanError, short
@@ -176,15 +175,23 @@ def bottleneck(
     `min_in_flight`; on every rank as many as that if it is above num_ranks.
     """
     num_ranks = costs.num_stages if stage_ranks is None else len(set(stage_ranks))
+    ranks = np.array(range(num_ranks) if num_ranks == costs.num_stages else stage_ranks)
     held: IntArray = np.minimum(np.arange(num_ranks, 0, -1, dtype=np.int64), min_in_flight)
     if min_in_flight > num_ranks:
         held = np.full_like(held, min_in_flight)
-    ranks = range(num_ranks) if stage_ranks is None or num_ranks == costs.num_stages else stage_ranks
-    needs = np.empty((2, costs.num_micro_batches), np.int64)
-    tables = (costs.forward_ns, costs.backward_ns, costs.stored_bytes, costs.working_bytes)
-    fixed, whole = costs.static_bytes.tolist(), map(np.ascontiguousarray, tables)
-    native.rank_needs(*whole, fixed, list(ranks), held.tolist(), needs)
-    return needs[0], needs[1]
+
+    def reduce_to_ranks(table: IntArray, combine: np.ufunc = np.add) -> IntArray:
+        if num_ranks == costs.num_stages:
+            return table
+        return np.stack([combine.reduce(table[ranks == rank]) for rank in range(num_ranks)])
+
+    work_ns = costs.forward_ns + costs.backward_ns
+    stored, static = reduce_to_ranks(costs.stored_bytes), reduce_to_ranks(costs.static_bytes)
+    needed = _largest(static[:, None] + held[:, None] * stored + reduce_to_ranks(costs.working_bytes, np.maximum))
+    cannot_store = _largest(costs.stored_bytes) >= INFEASIBLE
+    cannot_run = cannot_store | (_largest(work_ns) >= INFEASIBLE)
+    busiest = np.minimum(_largest(reduce_to_ranks(work_ns)), INFEASIBLE)
+    return np.where(cannot_run, INFEASIBLE, busiest), np.where(cannot_store, INFEASIBLE, needed)
 
 
 def _largest(table: IntArray) -> IntArray:
