@@ -17,9 +17,9 @@ from dynapipe_ext.schedules.evaluation.simulate import (
     bubble_ratio,
     last_end_ns,
     peak_bytes,
+    simulate,
     simulate_ns,
     simulate_shared_ns,
-    trace_of,
     validate,
 )
 from dynapipe_ext.schedules.evaluation.timing_noise import mean_makespan_ns, spread_of
@@ -75,7 +75,7 @@ class StepPlan:
     def traces(self) -> tuple[Trace, ...]:
         """Each replica's step, simulated; one track a pipeline rank."""
         spans = step_spans(self.schedules, self.costs, self.cores)
-        return tuple(trace_of(*replica) for replica in zip(self.schedules, self.costs, spans, strict=True))
+        return tuple(simulate(*replica) for replica in zip(self.schedules, self.costs, spans, strict=True))
 
     @property
     def makespan_ns(self) -> int:

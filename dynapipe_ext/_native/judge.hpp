@@ -1,4 +1,4 @@
-// A schedule in time, and the bound of one machine. Twins: schedules/evaluation/simulate.py and bounds.py.
+// A schedule in time, and the bound of one machine.
 #pragma once
 
 #include <algorithm>

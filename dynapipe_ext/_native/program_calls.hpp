@@ -85,6 +85,7 @@ inline std::vector<i64> proven_peaks(const std::vector<IntTable>& tables, const 
 
 inline void bind_programs(nb::module_& module) {
   module.def("simulated", &simulated);
+  module.def("timed_steps", &timed_steps);
   module.def("peak_bytes", &peak_bytes);
   module.def("lowered", &lowered);
   module.def("program_text", &text_of);

@@ -1,13 +1,15 @@
-// Schedules as Python has them, timed and weighed. Twins: schedules/evaluation/simulate.py.
+// Schedules as Python has them, timed and weighed.
 #pragma once
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -29,10 +31,12 @@ inline RankActions actions_of(const nb::sequence& schedule, const nb::tuple& kin
     for (nb::handle one : nb::borrow<nb::sequence>(rank)) {
       const nb::object kind = nb::getattr(one, kind_name);
       int letter = kForward;
-      while (letter <= kBackwardWeight && !kind.is(kinds[letter - kForward])) ++letter;
+      while (letter < kBackwardWeight && !kind.is(kinds[letter - kForward])) ++letter;
       const i64 stage = nb::cast<i64>(nb::getattr(one, stage_name)), m = nb::cast<i64>(nb::getattr(one, micro_batch_name));
-      if (letter > kBackwardWeight || stage < 0 || stage >= stages || m < 0 || m >= micro_batches) {
-        throw std::invalid_argument("an action is outside the costs");
+      if (stage < 0 || stage >= stages || m < 0 || m >= micro_batches) {
+        throw std::invalid_argument("action " + std::string(nb::str(one).c_str()) + " is outside the costs, which have " +
+                                    std::to_string(stages) + " stages and " + std::to_string(micro_batches) +
+                                    " micro-batches: price every micro-batch of the schedule");
       }
       actions.push_back({letter, static_cast<int>(stage), static_cast<int>(m)});
     }
@@ -44,53 +48,45 @@ inline void check_shape(const LongTable& table, std::size_t rows, std::size_t co
   if (table.shape(0) != rows || table.shape(1) != columns) throw std::invalid_argument("tables have sizes that do not match");
 }
 
-// Times of F, B, I and W, and over each boundary between two ranks.
-struct TimeTables {
-  int stages, count;
-  const i64* of_letter[4];
-  const i64* transfer;
-};
-
-// A rank's actions as `run_steps` takes them. Slots: one that is full, one that never is, one that nobody waits for,
-// then the inputs of forwards and those of gradients.
-inline std::vector<Step> steps_of(const std::vector<Action>& actions, const TimeTables& times, const std::vector<int>& stage_ranks) {
-  const i64 now = 0, never = 1, nowhere = 2, forwards = 3, gradients = forwards + static_cast<i64>(times.stages) * times.count;
-  const auto delay = [&](int boundary, i64 m) {
-    return stage_ranks[boundary] == stage_ranks[boundary + 1] ? 0 : times.transfer[boundary * static_cast<i64>(times.count) + m];
+// The ranks' actions as `run_steps` takes them; `tables` of F, B, I, W and transfers are (stage, micro-batch). Slots: one
+// that is full, one that never is, one that nobody waits for, then the inputs of forwards and those of gradients.
+inline std::vector<std::vector<Step>> timed_steps(const nb::sequence& schedule, const nb::tuple& kinds,
+                                                  const std::vector<int>& stage_ranks, const std::vector<LongTable>& tables) {
+  const i64 stages = stage_ranks.size(), count = tables[0].shape(1);
+  for (int letter = 0; letter < 4; ++letter) check_shape(tables[letter], stages, count);
+  check_shape(tables[4], stages ? stages - 1 : 0, count);
+  const i64 now = 0, never = 1, nowhere = 2, forwards = 3, gradients = forwards + stages * count;
+  const auto delay = [&](i64 boundary, i64 m) {
+    return stage_ranks[boundary] == stage_ranks[boundary + 1] ? 0 : tables[4].data()[boundary * count + m];
   };
-  std::vector<Step> steps;
-  steps.reserve(actions.size());
-  std::vector<char> has_gradient(static_cast<std::size_t>(times.stages) * times.count, 0);  // its I stands before
-  for (const auto& [letter, stage, m] : actions) {
-    const i64 place = stage * static_cast<i64>(times.count) + m, duration = times.of_letter[letter - kForward][place];
-    if (letter == kForward) {
-      const bool is_last = stage + 1 == times.stages;
-      steps.emplace_back(stage ? forwards + place : now, duration, is_last ? gradients + place : forwards + place + times.count,
-                         is_last ? 0 : delay(stage, m));
-    } else if (letter == kBackwardWeight) {
-      steps.emplace_back(has_gradient[place] ? now : never, duration, nowhere, 0);
-    } else {
-      if (letter == kBackwardInput) has_gradient[place] = 1;
-      steps.emplace_back(gradients + place, duration, stage ? gradients + place - times.count : nowhere, stage ? delay(stage - 1, m) : 0);
+  std::vector<std::vector<Step>> all;
+  for (const auto& actions : actions_of(schedule, kinds, stages, count)) {
+    auto& steps = all.emplace_back();
+    steps.reserve(actions.size());
+    std::vector<char> has_gradient(stages * count, 0);  // its I stands before
+    for (const auto& [letter, stage, m] : actions) {
+      const i64 place = stage * count + m, duration = tables[letter - kForward].data()[place];
+      if (letter == kForward) {
+        const bool is_last = stage + 1 == stages;
+        steps.emplace_back(stage ? forwards + place : now, duration, is_last ? gradients + place : forwards + place + count,
+                           is_last ? 0 : delay(stage, m));
+      } else if (letter == kBackwardWeight) {
+        steps.emplace_back(has_gradient[place] ? now : never, duration, nowhere, 0);
+      } else {
+        if (letter == kBackwardInput) has_gradient[place] = 1;
+        steps.emplace_back(gradients + place, duration, stage ? gradients + place - count : nowhere, stage ? delay(stage - 1, m) : 0);
+      }
     }
   }
-  return steps;
+  return all;
 }
 
 // Spans of every rank's actions, and where each rank that can never go on stands.
-inline std::pair<Spans, std::vector<std::pair<int, int>>> simulated(
-    const nb::sequence& schedule, const nb::tuple& kinds, const std::vector<int>& stage_ranks, const LongTable& forward,
-    const LongTable& backward, const LongTable& input, const LongTable& weight, const LongTable& transfer) {
-  const std::size_t stages = stage_ranks.size(), count = forward.shape(1);
-  for (const LongTable* one : {&forward, &backward, &input, &weight}) check_shape(*one, stages, count);
-  check_shape(transfer, stages ? stages - 1 : 0, count);
-  const RankActions ranks = actions_of(schedule, kinds, stages, count);
-  const TimeTables times{static_cast<int>(stages), static_cast<int>(count),
-                         {forward.data(), backward.data(), input.data(), weight.data()}, transfer.data()};
+inline std::pair<Spans, std::vector<std::pair<int, int>>> simulated(const nb::sequence& schedule, const nb::tuple& kinds,
+    const std::vector<int>& stage_ranks, const std::vector<LongTable>& tables) {
+  const auto steps = timed_steps(schedule, kinds, stage_ranks, tables);
   nb::gil_scoped_release unlocked;
-  std::vector<std::vector<Step>> steps;
-  for (const auto& actions : ranks) steps.push_back(steps_of(actions, times, stage_ranks));
-  return run_steps(steps, 3 + 2 * static_cast<i64>(stages * count));
+  return run_steps(steps, 3 + 2 * static_cast<i64>(stage_ranks.size() * tables[0].shape(1)));
 }
 
 // Largest memory of each rank at any time; `counted` says of F, B, I and W whether they have working bytes.

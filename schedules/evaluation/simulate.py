@@ -1,4 +1,4 @@
-"""A schedule in time and memory: validated, simulated, its peaks, and the same on shared cores."""
+"""Times and memory of a schedule: validated, simulated, its peaks, and the same on shared cores."""
 
 from __future__ import annotations
 
@@ -14,9 +14,18 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import PieceNeighbours, SamplePieces
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.timeline import Span, Trace
+
+_KINDS = tuple(Kind)  # in the order of the native core
+_LETTERS = {id(kind): kind.value for kind in Kind}  # an Enum's own lookups take most of a validation's time
+_MOST_IN_64_BITS = 2.0**61  # of times or bytes that are added up
+
+TimedAction = tuple[
+    int, int, int, int
+]  # slot that must be filled, duration_ns, slot that is filled, delay_ns until it is
+SpanNs = tuple[int, int]
 
 
 def validate(
@@ -26,139 +35,88 @@ def validate(
     *,
     progress: bool = True,
 ) -> None:
-    """Nothing if every micro-batch runs F then B, or F then I then W, on each stage, and the order has no cycle.
+    """Check that every micro-batch runs F then B, or F then I then W, on each stage, and that the order has no cycle.
 
-    In a schedule of forwards alone (`forward_only`) it runs F, and nothing else. On each stage the forwards of a
-    sample's pieces must run from the first to the last, and their B or I from the last to the first. Who simulates the
-    order next, which finds a cycle, too, leaves that out by `progress`.
+    In a forward-only schedule it runs F and nothing else. On each stage the forwards of a sample's pieces must run from
+    the first to the last, and their B or I from the last to the first. Callers that simulate the order next, which
+    finds a cycle as well, leave that check out with `progress=False`.
 
-    Errors: PlanError naming the action, stage or micro-batch at fault.
+    Raises PlanError naming the action, stage or micro-batch at fault.
     """
-    _check_placement(schedule)
     num_stages, stage_ranks = schedule.num_stages, schedule.stage_ranks
-    letters = {id(kind): kind.value for kind in Kind}  # an Enum's own lookups take most of the time here
-    done = [defaultdict[int, str](str) for _ in stage_ranks]  # of those named alone: a file may name the 10^9th
-    for rank, actions in enumerate(schedule.ranks):
-        for action in actions:
-            stage, micro_batch = action.stage, action.micro_batch
-            if not 0 <= stage < num_stages:
-                raise PlanError(f"action {action} names a stage outside 0..{num_stages - 1}")
-            if stage_ranks[stage] != rank:
-                raise PlanError(
-                    f"action {action} is on rank {rank} but stage {stage} is placed on rank {stage_ranks[stage]}"
-                )
-            if not 0 <= micro_batch < num_micro_batches:
-                raise PlanError(f"action {action} names a micro-batch outside 0..{num_micro_batches - 1}")
-            done[stage][micro_batch] += letters[id(action.kind)]
+    if not stage_ranks or set(stage_ranks) != set(range(len(schedule.ranks))):
+        raise PlanError(
+            f"stage_ranks {stage_ranks} must place at least one stage on each of the {len(schedule.ranks)} ranks and on"
+            " no other"
+        )
+    done = _list_kinds(schedule, num_micro_batches, PieceNeighbours.of(sample_pieces))
     allowed = ("F",) if schedule.forward_only else ("FB", "FIW")
     for stage, of_stage in enumerate(done):
         for micro_batch in range(num_micro_batches):
             kinds = of_stage[micro_batch]
             if kinds not in allowed:
+                hint = ": only a forward-only schedule may lack backwards" if kinds == "F" else ""
                 raise PlanError(
                     f"micro-batch {micro_batch} on stage {stage} runs {kinds or 'nothing'} but must run"
-                    f" {' or '.join(allowed)}"
-                    + (": only a schedule of forwards alone may lack backwards" if kinds == "F" else "")
+                    f" {' or '.join(allowed)}{hint}"
                 )
-    _check_pieces(schedule, PieceNeighbours.of(sample_pieces))
     if progress:
-        _check_progress(schedule, num_micro_batches)
+        no_times = np.zeros((num_stages, num_micro_batches), np.int64)
+        run_in_times(schedule, no_times, no_times, no_times, no_times, no_times[1:])
 
 
-def _check_pieces(schedule: PipelineSchedule, order: PieceNeighbours) -> None:
-    if not order.before:
-        return
-    for actions in schedule.ranks:
-        done: set[tuple[bool, int, int]] = set()  # whether it is a forward, stage, micro-batch
+def _list_kinds(
+    schedule: PipelineSchedule, num_micro_batches: int, pieces: PieceNeighbours
+) -> list[defaultdict[int, str]]:
+    """Return the kinds of actions of each stage and micro-batch, in order. Raises PlanError for a misplaced action."""
+    num_stages, stage_ranks = schedule.num_stages, schedule.stage_ranks
+    done = [defaultdict[int, str](str) for _ in stage_ranks]  # only of named micro-batches: a file may name the 10^9th
+    for rank, actions in enumerate(schedule.ranks):
         for action in actions:
-            stage, kind, micro_batch = action.stage, action.kind, action.micro_batch
-            if kind is Kind.BACKWARD_WEIGHT:
-                continue
-            forward = kind is Kind.FORWARD
-            first = (order.before if forward else order.behind).get(micro_batch)
-            if first is not None and (forward, stage, first) not in done:
+            stage, micro_batch = action.stage, action.micro_batch
+            if not (0 <= stage < num_stages and 0 <= micro_batch < num_micro_batches):
                 raise PlanError(
-                    f"action {action} runs before {Action(stage, kind if forward else Kind.BACKWARD, first)}: pieces of"
-                    " one sample run forwards from the first to the last on every stage, and backwards from the last to"
-                    " the first"
+                    f"action {action} names a stage outside 0..{num_stages - 1} or a micro-batch outside"
+                    f" 0..{num_micro_batches - 1}"
                 )
-            done.add((forward, stage, micro_batch))
-
-
-def _check_placement(schedule: PipelineSchedule) -> None:
-    if not schedule.stage_ranks or set(schedule.stage_ranks) != set(range(len(schedule.ranks))):
-        raise PlanError(
-            f"stage_ranks {schedule.stage_ranks} must place at least one stage on each of the"
-            f" {len(schedule.ranks)} ranks and on no other"
-        )
-
-
-def _check_progress(schedule: PipelineSchedule, num_micro_batches: int) -> None:
-    """Run the order without times; a rank that can never go on is part of, or behind, a circular wait."""
-    last, count = schedule.num_stages - 1, num_micro_batches
-    gradients, always = schedule.num_stages * count, 2 * schedule.num_stages * count
-    done = bytearray(always + 1)  # forwards of every stage and micro-batch, gradients, and what nothing waits for
-    done[always] = True
-
-    moves: list[list[tuple[int, int]]] = []  # of each action: what it needs and what it brings
-    for actions in schedule.ranks:
-        steps = []
-        for action in actions:
-            stage, kind = action.stage, action.kind
-            place = stage * count + action.micro_batch
-            if kind is Kind.FORWARD:
-                steps.append((place - count if stage else always, place))
-            elif kind is Kind.BACKWARD_WEIGHT:
-                steps.append((gradients + place, always))
-            else:  # its F stands before it in the same list
-                steps.append((gradients + place + count if stage < last else always, gradients + place))
-        moves.append(steps)
-    position = [0] * len(moves)
-    ready, waiting = list(range(len(moves))), dict[int, list[int]]()  # ranks that may go on; those that wait, by slot
-    while ready:
-        rank = ready.pop()
-        steps, at = moves[rank], position[rank]
-        while at < len(steps):
-            need, brought = steps[at]
-            if not done[need]:
-                waiting.setdefault(need, []).append(rank)
-                break
-            done[brought] = True
-            ready += waiting.pop(brought, ())
-            at += 1
-        position[rank] = at
-    stuck = [
-        f"rank {rank} at {actions[position[rank]]}"
-        for rank, actions in enumerate(schedule.ranks)
-        if position[rank] < len(actions)
-    ]
-    if stuck:
-        raise PlanError(f"schedule {schedule.name!r} has a circular wait: {', '.join(stuck)} can never start")
-
-
-_KINDS = tuple(Kind)  # in the order of the native core
-_MOST_IN_64_BITS = 2.0**61  # of times or bytes that are added up
-
-# Slot that must be filled, duration_ns, slot that is filled, delay_ns until it is.
-TimedAction = tuple[int, int, int, int]
-SpanNs = tuple[int, int]
-
-# Slots hold arrival times. The first three are fixed; then come S x M forward inputs and S x M gradient inputs.
-_NOW, _NEVER, _NOWHERE, _FIRST = range(4)
+            if stage_ranks[stage] != rank:
+                raise PlanError(
+                    f"action {action} is on rank {rank} but stage {stage} is placed on rank {stage_ranks[stage]}"
+                )
+            letter = _LETTERS[id(action.kind)]
+            if pieces.before and letter != "W":
+                neighbours, needed = (pieces.before, "F") if letter == "F" else (pieces.behind, "BI")
+                other = neighbours.get(micro_batch)
+                if other is not None and not any(kind in done[stage][other] for kind in needed):
+                    raise PlanError(
+                        f"action {action} runs before {Action(stage, Kind(needed[0]), other)}: pieces of one sample run"
+                        " forwards from the first to the last on every stage, and backwards from the last to the first"
+                    )
+            done[stage][micro_batch] += letter
+    return done
 
 
 def simulate_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list[SpanNs]]:
-    """Per pipeline rank, (start_ns, end_ns) of each of its actions.
+    """Return (start_ns, end_ns) of each action, per pipeline rank.
 
-    Errors: PlanError if the costs do not match the schedule, or if ranks wait for each other for ever; it names the
+    Raises PlanError if the costs do not match the schedule, or if ranks wait for each other for ever; it names the
     action at which each of them is blocked.
     """
+    _check_costs(schedule, costs)
+    return run_in_times(schedule, *_times(costs))
+
+
+def _times(costs: MicroBatchCosts) -> tuple[IntArray, ...]:
     check_range(costs.forward_ns, costs.backward_ns, costs.transfer_ns)
-    times_ns = (costs.forward_ns, costs.backward_ns, costs.input_ns, costs.weight_ns, costs.transfer_ns)
+    return costs.forward_ns, costs.backward_ns, costs.input_ns, costs.weight_ns, costs.transfer_ns
+
+
+def run_in_times(schedule: PipelineSchedule, *times_ns: IntArray) -> list[list[SpanNs]]:
+    """Return the spans of `simulate_ns` with these times of F, B, I, W and transfers."""
     spans: list[list[SpanNs]]
-    spans, stuck = _by_core(native.simulated, schedule, costs, schedule.stage_ranks, *times_ns)
+    spans, stuck = _call_core(native.simulated, schedule, schedule.stage_ranks, times_ns)
     if stuck:
-        raise deadlock(schedule, stuck)
+        raise _make_deadlock_error(schedule, stuck)
     return spans
 
 
@@ -172,160 +130,18 @@ def check_range(*tables: IntArray) -> None:
         )
 
 
-def _by_core(judge: Callable[..., Any], schedule: PipelineSchedule, costs: MicroBatchCosts, *arguments: object) -> Any:
-    """What the native core says of the schedule. Errors: PlanError if the costs do not match it."""
-    _check_costs(schedule, costs)
+def _call_core(function: Callable[..., Any], schedule: PipelineSchedule, *arguments: object) -> Any:
+    """Call a function of the native core with a schedule. Raises PlanError for an action outside the costs."""
     try:
-        return judge(schedule.ranks, _KINDS, *arguments)
-    except ValueError:
-        check_sizes(schedule, costs)  # which names the action
-        raise
+        return function(schedule.ranks, _KINDS, *arguments)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
-def makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> int:
-    """First start to last end; 0 for an empty schedule. Errors: as simulate_ns."""
-    return last_end_ns(simulate_ns(schedule, costs))
-
-
-def last_end_ns(spans: Sequence[Sequence[SpanNs]]) -> int:
-    """Makespan of a step whose first action starts at 0; 0 without actions."""
-    return max((rank[-1][1] for rank in spans if rank), default=0)
-
-
-def bubble_ratio(spans: Sequence[Sequence[SpanNs]]) -> float:
-    """Idle time over (ranks with actions x makespan); 0 where nothing takes time."""
-    whole_ns = last_end_ns(spans) * sum(1 for rank in spans if rank)
-    return 1.0 - sum(end - start for rank in spans for start, end in rank) / whole_ns if whole_ns else 0.0
-
-
-def simulate(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Trace:
-    """The step as a Trace: one track a pipeline rank, spans in order of time, `shape` left empty.
-
-    Every rank has a core or device of its own (else: `simulate_shared_ns`). Errors: PlanError as simulate_ns.
-    """
-    return trace_of(schedule, costs, simulate_ns(schedule, costs))
-
-
-def trace_of(schedule: PipelineSchedule, costs: MicroBatchCosts, spans: Sequence[Sequence[SpanNs]]) -> Trace:
-    """Spans of every rank's actions as a Trace: `cpu_s` is the action's own cost, `num_bytes` static plus stored bytes
-    right after it."""
-    steps, held = timed_actions(schedule, costs), held_bytes(schedule, costs)
-    rows = sorted(
-        (start, end, rank, index) for rank, pairs in enumerate(spans) for index, (start, end) in enumerate(pairs)
-    )
-    return Trace(
-        tuple(
-            Span(
-                rank=rank,
-                label=str(schedule.ranks[rank][index]),
-                start_s=start / 1e9,
-                end_s=end / 1e9,
-                cpu_s=steps[rank][index][1] / 1e9,
-                num_bytes=held[rank][index],
-            )
-            for start, end, rank, index in rows
-        ),
-        schedule.name,
-    )
-
-
-def num_slots(num_stages: int, num_micro_batches: int) -> int:
-    """Length of the table of arrival times."""
-    return _FIRST + 2 * num_stages * num_micro_batches
-
-
-def forward_steps(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> list[list[TimedAction]]:
-    """Step of F for each stage and micro-batch: table of shape (S, M)."""
-    last, num = costs.num_stages - 1, costs.num_micro_batches
-    gradients = _FIRST + costs.num_stages * num
-    forward, transfer = costs.forward_ns.tolist(), _transfers(costs, stage_ranks)
-    return [
-        [
-            (
-                _FIRST + s * num + m if s else _NOW,
-                forward[s][m],
-                _FIRST + (s + 1) * num + m if s < last else gradients + s * num + m,
-                transfer[s][m] if s < last else 0,
-            )
-            for m in range(num)
-        ]
-        for s in range(last + 1)
-    ]
-
-
-def backward_steps(
-    costs: MicroBatchCosts, stage_ranks: Sequence[int], *, split: bool = False
-) -> list[list[TimedAction]]:
-    """Step of B (of I, if `split`) for each stage and micro-batch: table of shape (S, M)."""
-    num = costs.num_micro_batches
-    gradients = _FIRST + costs.num_stages * num
-    duration = (costs.input_ns if split else costs.backward_ns).tolist()
-    transfer = _transfers(costs, stage_ranks)
-    return [
-        [
-            (
-                gradients + s * num + m,
-                duration[s][m],
-                gradients + (s - 1) * num + m if s else _NOWHERE,
-                transfer[s - 1][m] if s else 0,
-            )
-            for m in range(num)
-        ]
-        for s in range(costs.num_stages)
-    ]
-
-
-def timed_actions(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list[TimedAction]]:
-    """Every rank's list of timed actions. Errors: PlanError if the costs do not match the schedule."""
-    check_sizes(schedule, costs)
-    forward = forward_steps(costs, schedule.stage_ranks)
-    backward = backward_steps(costs, schedule.stage_ranks)
-    gradient: list[list[TimedAction]] = []  # of I, where there is one
-    weight: list[list[int]] = []
-    ranks = []
-    for actions in schedule.ranks:
-        steps: list[TimedAction] = []
-        split: set[tuple[int, int]] = set()  # W waits for nothing but an I that stands before it in the same list
-        for action in actions:
-            stage, kind, m = action.stage, action.kind, action.micro_batch
-            if kind is Kind.FORWARD:
-                steps.append(forward[stage][m])
-            elif kind is Kind.BACKWARD:
-                steps.append(backward[stage][m])
-            elif kind is Kind.BACKWARD_INPUT:
-                gradient = gradient or backward_steps(costs, schedule.stage_ranks, split=True)
-                split.add((stage, m))
-                steps.append(gradient[stage][m])
-            else:
-                weight = weight or costs.weight_ns.tolist()
-                steps.append((_NOW if (stage, m) in split else _NEVER, weight[stage][m], _NOWHERE, 0))
-        ranks.append(steps)
-    return ranks
-
-
-def _transfers(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> list[list[int]]:
-    """Transfer times over each boundary; none within a rank."""
-    none = [0] * costs.num_micro_batches
-    return [none if stage_ranks[s] == stage_ranks[s + 1] else row for s, row in enumerate(costs.transfer_ns.tolist())]
-
-
-def deadlock(schedule: PipelineSchedule, stuck: Sequence[tuple[int, int]]) -> PlanError:
-    """The error that names the action at which each rank (rank, position) is blocked."""
-    where = ", ".join(f"rank {rank} at {schedule.ranks[rank][index]}" for rank, index in stuck)
-    return PlanError(f"schedule {schedule.name!r} deadlocks: {where} waits for an input that is never produced")
-
-
-def check_sizes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
-    """Refuse costs that are not those of the schedule: other stages, too few micro-batches, backwards or none."""
-    _check_costs(schedule, costs)
-    stages, micro_batches = range(costs.num_stages), range(costs.num_micro_batches)
-    for rank in schedule.ranks:
-        for action in rank:
-            if action.stage not in stages or action.micro_batch not in micro_batches:
-                raise PlanError(
-                    f"action {action} is outside the costs, which have {len(stages)} stages and"
-                    f" {len(micro_batches)} micro-batches: price every micro-batch of the schedule"
-                )
+def _make_deadlock_error(schedule: PipelineSchedule, stuck: Sequence[tuple[int, int]]) -> PlanError:
+    """Name the action at which each rank (rank, position) is blocked."""
+    blocked = ", ".join(f"rank {rank} at {schedule.ranks[rank][index]}" for rank, index in stuck)
+    return PlanError(f"schedule {schedule.name!r} deadlocks: {blocked} waits for an input that is never produced")
 
 
 def _check_costs(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
@@ -336,57 +152,83 @@ def _check_costs(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
         )
     if schedule.forward_only and costs.stored_bytes.any():
         raise PlanError(
-            f"schedule {schedule.name!r} runs forwards alone but its costs store activations for backwards: price the"
-            " micro-batches as forwards alone (Planner.for_forwards)"
+            f"schedule {schedule.name!r} is forward-only but its costs store activations for backwards: price the"
+            " micro-batches as forward-only (Planner.for_forwards)"
         )
 
 
+def makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> int:
+    """Return the time from the first start to the last end; 0 for an empty schedule. Raises as simulate_ns."""
+    return last_end_ns(simulate_ns(schedule, costs))
+
+
+def last_end_ns(spans: Sequence[Sequence[SpanNs]]) -> int:
+    """Return the makespan of a step whose first action starts at 0; 0 without actions."""
+    return max((rank[-1][1] for rank in spans if rank), default=0)
+
+
+def bubble_ratio(spans: Sequence[Sequence[SpanNs]]) -> float:
+    """Return idle time over (ranks with actions x makespan); 0 if nothing takes time."""
+    whole_ns = last_end_ns(spans) * sum(1 for rank in spans if rank)
+    return 1.0 - sum(end - start for rank in spans for start, end in rank) / whole_ns if whole_ns else 0.0
+
+
+def simulate(
+    schedule: PipelineSchedule, costs: MicroBatchCosts, spans: Sequence[Sequence[SpanNs]] | None = None
+) -> Trace:
+    """Return the step as a Trace: one track per pipeline rank, spans in order of time, `shape` left empty.
+
+    `cpu_s` is the action's own cost; `num_bytes` is static plus stored bytes right after it. `spans` are the actions'
+    times if they are known, as on shared cores; otherwise every rank has a core or device of its own. Raises as
+    simulate_ns.
+    """
+    spans = simulate_ns(schedule, costs) if spans is None else spans
+    times = dict(zip(_KINDS, _times(costs), strict=False))
+    rows = []
+    for rank, held in enumerate(static_bytes(schedule, costs)):
+        for index, (action, (start, end)) in enumerate(zip(schedule.ranks[rank], spans[rank], strict=True)):
+            place = action.stage, action.micro_batch
+            stored = int(costs.stored_bytes[place])
+            held += {"F": stored, "I": 0}.get(action.kind.value, -stored)
+            span = Span(
+                rank=rank,
+                label=str(action),
+                start_s=start / 1e9,
+                end_s=end / 1e9,
+                cpu_s=int(times[action.kind][place]) / 1e9,
+                num_bytes=held,
+            )
+            rows.append((start, end, rank, index, span))
+    return Trace(tuple(row[-1] for row in sorted(rows, key=lambda row: row[:-1])), schedule.name)
+
+
 def static_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
-    """Static bytes of all stages of each pipeline rank."""
+    """Return the static bytes of all stages of each pipeline rank."""
     totals = [0] * len(schedule.ranks)
     for rank, num_bytes in zip(schedule.stage_ranks, costs.static_bytes.tolist(), strict=True):
         totals[rank] += num_bytes
     return tuple(totals)
 
 
-def held_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[tuple[int, ...], ...]:
-    """Per pipeline rank, static plus stored bytes right after each action.
-
-    Errors: PlanError if the costs do not match the schedule.
-    """
-    check_sizes(schedule, costs)
-    stored = costs.stored_bytes.tolist()
-    ranks = []
-    for rank, held in zip(schedule.ranks, static_bytes(schedule, costs), strict=True):
-        after = []
-        for action in rank:
-            if action.kind is Kind.FORWARD:
-                held += stored[action.stage][action.micro_batch]
-            elif action.kind is not Kind.BACKWARD_INPUT:
-                held -= stored[action.stage][action.micro_batch]
-            after.append(held)
-        ranks.append(tuple(after))
-    return tuple(ranks)
-
-
 def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
-    """Largest memory of each pipeline rank at any time, working bytes among it in the actions of `costs.working_in`.
+    """Return the largest memory of each pipeline rank at any time, with working bytes in `costs.working_in` actions.
 
     During F: held before + stored + working of the micro-batch. During B and I: held (its own stored bytes are part of
     that) + working. W runs on what is held.
 
-    Errors: PlanError if the costs do not match the schedule.
+    Raises PlanError if the costs do not match the schedule.
     """
+    _check_costs(schedule, costs)
     check_range(costs.stored_bytes, costs.working_bytes, costs.static_bytes)
     counted = [kind.value in costs.working_in for kind in _KINDS]
     held = (costs.stored_bytes, costs.working_bytes, list(static_bytes(schedule, costs)))
-    return tuple(_by_core(native.peak_bytes, schedule, costs, *held, counted))
+    return tuple(_call_core(native.peak_bytes, schedule, *held, counted))
 
 
 class StageMemory:
-    """What one stage holds while an order is made for it: a micro-batch enters with its F and leaves with its B or W.
+    """Memory of one stage while an order is made for it: a micro-batch enters with its F and leaves with its B or W.
 
-    Errors: PlanError for a micro-batch of the costs that does not fit alone.
+    Raises PlanError for a micro-batch of the costs that does not fit by itself.
     """
 
     __slots__ = ("_free", "_held", "_inside", "_stored", "_working", "_working_later")
@@ -405,7 +247,7 @@ class StageMemory:
                 )
 
     def admit(self, micro_batch: int) -> bool:
-        """Whether it entered: its F fits, and so will the backward of everything that is then inside."""
+        """Return whether it entered: its F fits, and so will the backward of everything that is then inside."""
         held = self._held + self._stored[micro_batch]
         needing = (*self._inside, micro_batch) if self._working_later else (micro_batch,)
         if held + max(self._working[m] for m in needing) > self._free:
@@ -421,54 +263,47 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class SharedCores:
-    """Fewer cores than ranks; each pipeline rank of each replica is `tp` processes, which all run its actions.
-
-    Errors: ConfigError for less than one of either.
-    """
+    """Fewer cores than ranks; each pipeline rank of each replica is `tp` processes, which all run its actions."""
 
     num_cores: int
     tp: int = 1
 
-    def __post_init__(self) -> None:
-        for name, value in (("num_cores", self.num_cores), ("tp", self.tp)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value} but must be at least 1, or None for a core per rank")
-
     def floor_ns(self, work_ns: int) -> int:
-        """No order of actions that take so long in sum, over all replicas, ends earlier."""
+        """Return the least time of actions that take so long in sum, over all replicas."""
         return work_ns * self.tp // self.num_cores
 
 
 def simulate_shared_ns(
     replicas: Sequence[tuple[PipelineSchedule, MicroBatchCosts]], cores: SharedCores
 ) -> tuple[list[list[SpanNs]], ...]:
-    """The replicas' spans as `simulate_ns` gives them, all running at once on shared cores.
+    """Return the replicas' spans as `simulate_ns` does, with all running at once on shared cores.
 
-    While more processes are busy than there are cores, each goes on at the rate cores / busy (ends are rounded up to
-    whole nanoseconds). Errors: PlanError as `simulate_ns`.
+    While more processes are busy than there are cores, each runs at the rate cores / busy (ends are rounded up to
+    whole nanoseconds). Raises as `simulate_ns`.
     """
-    ranks = [(d, steps) for d, replica in enumerate(replicas) for steps in timed_actions(*replica)]
-    ran = _run_shared(ranks, [num_slots(costs.num_stages, costs.num_micro_batches) for _, costs in replicas], cores)
+    ranks: list[tuple[int, Sequence[TimedAction]]] = []
+    for d, (schedule, costs) in enumerate(replicas):
+        _check_costs(schedule, costs)
+        steps = _call_core(native.timed_steps, schedule, schedule.stage_ranks, _times(costs))
+        ranks += [(d, own) for own in steps]
+    ran = _run_shared(ranks, cores)
     replica_spans = []
     for d, (schedule, _) in enumerate(replicas):
         spans = [own for own, (replica, _) in zip(ran, ranks, strict=True) if replica == d]
         stuck = [(r, len(own)) for r, own in enumerate(spans) if len(own) < len(schedule.ranks[r])]
         if stuck:
-            raise deadlock(schedule, stuck)
+            raise _make_deadlock_error(schedule, stuck)
         replica_spans.append(spans)
     return tuple(replica_spans)
 
 
-def _run_shared(
-    ranks: Sequence[tuple[int, Sequence[TimedAction]]], slots: Sequence[int], cores: SharedCores
-) -> list[list[SpanNs]]:
-    """Spans of the ranks (replica, its actions); fewer than it has actions where one can never go on.
+def _run_shared(ranks: Sequence[tuple[int, Sequence[TimedAction]]], cores: SharedCores) -> list[list[SpanNs]]:
+    """Return the spans of the ranks (replica, its actions); fewer than the actions if a rank can never continue.
 
-    `slots` has the size of each replica's table of arrivals. Work is counted in 1 / unit ns, in which every rate is
-    whole.
+    Work is counted in 1 / unit ns, in which every rate is an integer.
     """
     unit = math.lcm(*range(1, len(ranks) * cores.tp + 1))
-    arrivals = [[0] + [-1] * (count - 1) for count in slots]  # the first slot: what needs nothing
+    arrivals = {(replica, 0): 0 for replica, _ in ranks}  # by replica and slot; the first is what needs nothing
     spans: list[list[SpanNs]] = [[] for _ in ranks]
     work_left: dict[int, int] = {}
     started: dict[int, int] = {}
@@ -478,7 +313,7 @@ def _run_shared(
         for rank, (replica, steps) in enumerate(ranks):
             if rank not in work_left and len(spans[rank]) < len(steps):
                 need, duration, _, _ = steps[len(spans[rank])]
-                if 0 <= arrivals[replica][need] <= now:
+                if arrivals.get((replica, need), math.inf) <= now:
                     work_left[rank], started[rank] = duration * unit, now
         while ahead and ahead[0] <= now:
             heapq.heappop(ahead)
@@ -488,7 +323,7 @@ def _run_shared(
         if ahead:
             waits.append(ahead[0] - now)
         if not waits:
-            break
+            return spans
         elapsed = min(waits)
         now += elapsed
         for rank in sorted(work_left):
@@ -496,8 +331,7 @@ def _run_shared(
             if work_left[rank] <= 0:
                 replica, steps = ranks[rank]
                 _, _, out, delay = steps[len(spans[rank])]
-                arrivals[replica][out] = now + delay
+                arrivals[replica, out] = now + delay
                 heapq.heappush(ahead, now + delay)
                 spans[rank].append((started.pop(rank), now))
                 del work_left[rank]
-    return spans

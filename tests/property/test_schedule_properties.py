@@ -19,13 +19,12 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.bounds import _preemptive_ns, lower_bound_ns
 from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
-    held_bytes,
     makespan_ns,
     peak_bytes,
     simulate,
     simulate_ns,
     simulate_shared_ns,
-    trace_of,
+    static_bytes,
     validate,
 )
 from dynapipe_ext.schedules.notation import format_lines, parse_lines
@@ -41,7 +40,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 def shared_traces(replicas: list[tuple[PipelineSchedule, MicroBatchCosts]], cores: SharedCores) -> list[Trace]:
     found = simulate_shared_ns(replicas, cores)
-    return [trace_of(*replica, spans) for replica, spans in zip(replicas, found, strict=True)]
+    return [simulate(*replica, spans) for replica, spans in zip(replicas, found, strict=True)]
 
 
 @st.composite
@@ -160,7 +159,7 @@ def test_shuffled_lists_deadlock_in_the_simulation_exactly_where_the_fixpoint_an
     if fixpoint_ends(schedule, costs) is None:
         with pytest.raises(PlanError, match="deadlocks: rank"):
             simulate_ns(schedule, costs)
-        with pytest.raises(PlanError, match=r"circular wait: rank|must run FB or FIW"):
+        with pytest.raises(PlanError, match=r"deadlocks: rank|must run FB or FIW"):
             validate(schedule, costs.num_micro_batches)
     else:
         simulate_ns(schedule, costs)
@@ -222,10 +221,8 @@ def test_peak_bytes_are_the_largest_sum_over_what_is_held_at_any_action(
                 inside.remove(key)
         expected.append(static + peak)
     assert peak_bytes(schedule, replace(costs, working_in=kinds)) == tuple(expected)
-    for rank, after in enumerate(held_bytes(schedule, costs)):
-        assert not after or after[-1] == sum(
-            int(b) for b, r in zip(costs.static_bytes, schedule.stage_ranks, strict=True) if r == rank
-        )
+    last = {span.rank: span.num_bytes for span in simulate(schedule, costs).spans}
+    assert last == {rank: held for rank, held in enumerate(static_bytes(schedule, costs)) if schedule.ranks[rank]}
 
 
 @settings(max_examples=120)

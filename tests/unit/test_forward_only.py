@@ -172,7 +172,7 @@ def test_a_training_schedule_without_backwards_is_refused_by_validate_verify_and
     plan = planner().plan(LENGTHS)
     forwards = plan.schedules[0]
     count = forwards.num_micro_batches
-    with pytest.raises(PlanError, match="runs F but must run FB or FIW: only a schedule of forwards alone may lack"):
+    with pytest.raises(PlanError, match="runs F but must run FB or FIW: only a forward-only schedule may lack"):
         validate(replace(forwards, forward_only=False), count)
     with pytest.raises(PlanError, match="runs FB but must run F"):
         validate(replace(gpipe(4, count), forward_only=True), count)
