@@ -1,122 +1,14 @@
-"""Numbers into parts of even sums: contiguous partitions, exact ones, and micro-batches over replicas."""
+"""Numbers into parts of even sums: micro-batches over replicas, and all partitions of a few samples."""
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-
-import numpy as np
-import numpy.typing as npt
 
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import PlanError
-
-_BOUNDS_AT_ONCE = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """Contiguous cuts: `ends[k]` is the end of part k; `sum_ns` and `max_ns` of the parts' costs."""
-
-    ends: tuple[int, ...]
-    sum_ns: int
-    max_ns: int
-
-    def value(self, weight: int) -> int:
-        """The objective: sum + weight x max."""
-        return self.sum_ns + weight * self.max_ns
-
-
-def best_partition(costs: IntArray, weight: int, thinning_ns: int = 0) -> Partition:
-    """The contiguous partition that minimises sum + weight x max of its parts' costs, exactly.
-
-    `costs[j, r - 1]`: cost of the part of r items that ends at item j; each part of one item must be feasible. Bounds
-    on the parts that may give the optimum are the distinct costs from the least maximum there is up to the room that
-    the least sum leaves. With S(t) the least sum under the bound t, which falls with t, a gap between two solved bounds
-    is left out once S(upper) + weight x (smallest in the gap) cannot beat the best. `thinning_ns` above 0 tries only
-    bounds that far apart.
-    """
-    costs = np.ascontiguousarray(costs, np.int64)
-    feasible = costs < INFEASIBLE
-    widths = (costs.shape[1] - feasible[:, ::-1].argmax(axis=1)).astype(np.int32)
-
-    def solve(bounds: Sequence[int]) -> list[Partition]:
-        return _solve(costs, widths, bounds)
-
-    loosest = solve([INFEASIBLE - 1])[0]
-    if not weight:
-        return loosest
-    least = native.least_bound(costs, widths)
-    tightest = solve([least])[0]
-    best = min((tightest, loosest), key=lambda parts: (parts.value(weight), parts.ends))
-    room = min(loosest.max_ns, (best.value(weight) - loosest.sum_ns) // weight)
-    if thinning_ns:
-        bounds = np.append(np.arange(least, room, thinning_ns, dtype=np.int64), room)
-    else:
-        bounds = np.unique(costs[(costs >= least) & (costs <= room)])
-    solved: dict[int, Partition] = {-1: tightest, len(bounds): loosest}
-    while queue := _open_bounds(bounds, solved, weight, best.value(weight)):
-        for index, parts in zip(queue, solve([int(bounds[k]) for k in queue]), strict=True):
-            solved[index] = parts
-            best = min(best, parts, key=lambda one: (one.value(weight), one.ends))
-    return best
-
-
-def _open_bounds(bounds: IntArray, solved: dict[int, Partition], weight: int, best: int) -> list[int]:
-    """Bounds to solve next, spread over the gaps that may still hold the optimum."""
-    gaps: list[tuple[int, int, int]] = []
-    for low, high in itertools.pairwise(sorted(solved)):
-        # Below the largest part of the bound's own optimum every bound changes the optimum; between, none does.
-        above = solved[high]
-        room = (best - above.sum_ns) // weight  # only bounds up to here can win
-        top = min(
-            high,
-            int(np.searchsorted(bounds, above.max_ns)),
-            int(np.searchsorted(bounds, room, side="right")),
-        )
-        if top > low + 1 and above.sum_ns + weight * int(bounds[low + 1]) < best:
-            gaps.append((above.sum_ns + weight * int(bounds[low + 1]), low, top))
-    gaps = sorted(gaps)[:_BOUNDS_AT_ONCE]
-    share = max(1, _BOUNDS_AT_ONCE // max(1, len(gaps)))
-    fresh: set[int] = set()
-    for _, low, top in gaps:
-        steps = min(share, top - low - 1)
-        fresh |= {low + (top - low) * k // (steps + 1) for k in range(1, steps + 1)} - {low, top}
-    return sorted(fresh - solved.keys())
-
-
-def _solve(costs: IntArray, widths: npt.NDArray[np.int32], bounds: Sequence[int]) -> list[Partition]:
-    """For every bound, the partition of least sum with no part above it; equal sums go to fewer rows at the end."""
-    partitions = []
-    for total, ends in native.cheapest_cuts(costs, widths, list(bounds)):
-        last = np.array(ends, np.int64)
-        parts = costs[last - 1, np.diff(last, prepend=0) - 1]
-        partitions.append(Partition(tuple(ends), int(total), int(parts.max())))
-    return partitions
-
-
-def cut_again(costs: IntArray, parts: Partition, num_parts: int) -> Partition:
-    """At least `num_parts` parts: the dearest of two rows or more is cut where its dearer half costs least, in turn."""
-    ends = list(parts.ends)
-    if num_parts > costs.shape[0]:
-        raise PlanError(
-            f"{costs.shape[0]} samples cannot make {num_parts} micro-batches, the next multiple of the number of"
-            " replicas: enlarge the global batch or let counts differ"
-        )
-    while len(ends) < num_parts:
-        bounds = list(itertools.pairwise([0, *ends]))
-        splittable = [k for k, (a, b) in enumerate(bounds) if b - a > 1]
-        a, b = bounds[max(splittable, key=lambda k: (costs[bounds[k][1] - 1, bounds[k][1] - bounds[k][0] - 1], -k))]
-        at = min(range(a + 1, b), key=lambda c: (max(costs[c - 1, c - a - 1], costs[b - 1, b - c - 1]), c))
-        ends = sorted([*ends, at])
-    each = [int(costs[b - 1, b - a - 1]) for a, b in itertools.pairwise([0, *ends])]
-    return Partition(tuple(ends), sum(each), max(each))
-
 
 MOST_SAMPLES = 9
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from itertools import chain, pairwise
 
-import numpy as np
-
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, round_up
-from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength, round_up
+from dynapipe_ext.costs.model import PricesShapes
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.balance import assign_replicas, karmarkar_karp
 from dynapipe_ext.partitioning.packing import MicroBatchEvaluate, RowRule, best_fit, document_costs, pack
-from dynapipe_ext.partitioning.padded import NO_CAPS, Caps, ShapeEvaluate, no_equal_counts, split_padded
+from dynapipe_ext.partitioning.padded import Caps, SortOrder, ordered, price_cuts
 
 
 def check_enough(num_samples: int, dp: int) -> None:
@@ -26,56 +22,9 @@ def check_enough(num_samples: int, dp: int) -> None:
         )
 
 
-def split_padded_equal(
-    samples: Sequence[SampleLength],
-    choices: Mapping[Recompute, ShapeEvaluate],
-    *,
-    pp: int,
-    dp: int,
-    caps: Caps = NO_CAPS,
-    thinning_ns: int = 0,
-) -> list[MicroBatch]:
-    """`split_padded` into a multiple of `dp` micro-batches: cut up to the next one, or merged down for few samples.
-
-    Merging takes the two neighbours that take least time as one. Errors: PlanError for fewer samples than replicas, and
-    where neither way stays within the caps.
-    """
-    check_enough(len(samples), dp)
-    split = partial(split_padded, samples, choices, pp=pp, dp=dp, caps=caps, thinning_ns=thinning_ns)
-    try:
-        return split(equal_counts=True)
-    except PlanError:
-        parts = split(equal_counts=False)  # raises for a sample that does not fit, naming it
-    while len(parts) % dp:
-        merged = [_fastest(a, b, choices, caps) for a, b in pairwise(parts)]
-        time_ns, at = min(((time_ns, k) for k, (time_ns, _) in enumerate(merged)), default=(INFEASIBLE, 0))
-        if time_ns >= INFEASIBLE:
-            raise no_equal_counts(len(samples), len(parts), dp, caps)
-        parts[at : at + 2] = [merged[at][1]]
-    return parts
-
-
-def _fastest(
-    a: MicroBatch, b: MicroBatch, choices: Mapping[Recompute, ShapeEvaluate], caps: Caps
-) -> tuple[int, MicroBatch]:
-    """Two micro-batches as one under its fastest recomputation, and its time (INFEASIBLE if it breaks a cap)."""
-    both = replace(a, samples=a.samples + b.samples)
-    best = (INFEASIBLE, both)
-    if caps.max_tokens is not None and both.padded_tokens > caps.max_tokens:
-        return best
-    for kind, evaluate in choices.items():
-        shape = (np.array([length]) for length in (both.rows, both.encoder_len, both.decoder_len))
-        time_ns, num_bytes = evaluate(*shape)
-        within = int(num_bytes[0]) < INFEASIBLE and (caps.max_bytes is None or int(num_bytes[0]) <= caps.max_bytes)
-        if within and int(time_ns[0]) < best[0]:
-            best = (int(time_ns[0]), replace(both, recompute=kind))
-    return best
-
-
 Replicas = list[list[MicroBatch]]
 
 DYNAPIPE_THINNING_NS = 5_000_000  # DynaPipe tries one bound on the micro-batch time in every 5 ms
-_RECOMPUTE_ORDER: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def _check(samples: Sequence[SampleLength], dp: int, *, equal_counts: bool, decoder_only: bool = False) -> None:
@@ -90,7 +39,7 @@ def _check(samples: Sequence[SampleLength], dp: int, *, equal_counts: bool, deco
         sample = next(s for s in samples if s.decoder)
         raise PlanError(
             f"sample {sample.index} has a decoder side of {sample.decoder} positions, but this rule is for decoder-only"
-            " models: use split_padded or dynapipe_rule"
+            " models: use the rule dynapipe"
         )
 
 
@@ -303,54 +252,66 @@ def _spread(
 
 def dynapipe_rule(
     samples: Sequence[SampleLength],
-    evaluate: ShapeEvaluate | Mapping[Recompute, ShapeEvaluate],
+    costs: PricesShapes,
+    kinds: Sequence[Recompute],
     *,
     pp: int,
     dp: int,
     max_bytes: int | None = None,
     pad_multiple: int = 1,
-    recompute: Recompute = "none",
     thinning_ns: int = DYNAPIPE_THINNING_NS,
     equal_counts: bool = False,
 ) -> Replicas:
-    """DynaPipe's micro-batches (arXiv 2311.10418, sec. 4): sorted samples, contiguous cuts, balanced replicas.
+    """Split as DynaPipe does (arXiv 2311.10418, sec. 4): sorted samples, contiguous cuts, balanced replicas.
 
-    The cuts minimise (pp - 1) max(t) + sum(t) / dp for bounds on t thinned to one in `thinning_ns`. DynaPipe takes one
-    type of recomputation a plan: the first of none, selective, full (of those with an `evaluate`) that has a feasible
-    split. Replicas are balanced by t with the largest differencing method (Karmarkar and Karp 1982). To charge the LM
-    head to every stage as DynaPipe does, give an `evaluate` whose cost table has lm_head "every".
+    The cuts minimise (pp - 1) max(t) + sum(t) / dp for bounds on t thinned to one in `thinning_ns`. DynaPipe uses one
+    recomputation mode per plan: the first of none, selective, full (of `kinds`) that has a feasible split. Replicas are
+    balanced by t with the largest differencing method (Karmarkar and Karp 1982). To charge the LM head to every stage
+    as DynaPipe does, give costs whose table has lm_head "every".
     Three changes are in DynaPipe's favour. Of the bounds in an interval the largest stays, so that small models remain
     feasible. A split of fewer micro-batches than replicas is cut again. Encoder-decoder samples take the better of two
     orders, in place of tours of a travelling salesman.
-    With fewer samples than replicas some replicas are empty. Under `equal_counts` that is refused, the split has a
+    With fewer samples than replicas some replicas are empty. Under `equal_counts` that is an error, the split has a
     multiple of `dp` micro-batches, and the replicas are balanced at equal counts.
     """
     _check(samples, dp, equal_counts=equal_counts)
-    choices = evaluate if isinstance(evaluate, Mapping) else {recompute: evaluate}
-    micro_batches: list[MicroBatch] = []
-    kinds = [kind for kind in _RECOMPUTE_ORDER if kind in choices]
-    if not kinds:
-        raise PlanError("dynapipe_rule was given no recomputation type to choose from: give at least one evaluate")
-    split = split_padded_equal if equal_counts else split_padded
-    for kind in kinds:
+    orders: tuple[SortOrder, ...] = ("sorted", "classes") if any(s.decoder for s in samples) else ("sorted",)
+    caps, busy = Caps(max_bytes=max_bytes, pad_multiple=pad_multiple), min(dp, len(samples))
+    refusal = PlanError(f"no recomputation mode of {kinds} is one of DynaPipe's: give one of {LAYER_RECOMPUTES}")
+    for kind in LAYER_RECOMPUTES:
+        if kind not in kinds:
+            continue
         try:
-            micro_batches = split(
-                samples,
-                {kind: choices[kind]},
-                pp=pp,
-                dp=min(dp, len(samples)),
-                caps=Caps(max_bytes=max_bytes, pad_multiple=pad_multiple),
-                thinning_ns=thinning_ns,
-            )
-            break
-        except PlanError:
-            if kind == kinds[-1]:
-                raise
-    times = [_time_ns(choices[m.recompute], m) for m in micro_batches]
-    shares = assign_replicas(times, dp, equal_counts=True) if equal_counts else karmarkar_karp(times, dp)
-    return [[micro_batches[i] for i in share] for share in shares]
+            splits = [
+                _optimal_ranges(
+                    ordered(samples, order), costs, kind, caps, pp=pp, dp=busy, equal_counts=equal_counts,
+                    thinning_ns=thinning_ns,
+                )
+                for order in orders
+            ]  # fmt: skip
+        except PlanError as error:
+            refusal = error
+            continue
+        micro_batches, times = min(splits, key=lambda split: sum(split[1]) + busy * (pp - 1) * max(split[1]))
+        shares = assign_replicas(times, dp, equal_counts=True) if equal_counts else karmarkar_karp(times, dp)
+        return [[micro_batches[i] for i in share] for share in shares]
+    raise refusal
 
 
-def _time_ns(evaluate: ShapeEvaluate, m: MicroBatch) -> int:
-    time_ns, _ = evaluate(np.array([m.rows]), np.array([m.encoder_len]), np.array([m.decoder_len]))
-    return int(time_ns[0])
+def _optimal_ranges(
+    order: Sequence[SampleLength],
+    costs: PricesShapes,
+    kind: Recompute,
+    caps: Caps,
+    *,
+    pp: int,
+    dp: int,
+    equal_counts: bool,
+    thinning_ns: int,
+) -> tuple[list[MicroBatch], list[int]]:
+    """Return DynaPipe's cuts of ordered samples as micro-batches, with their bottleneck times."""
+    priced = price_cuts(
+        order, costs, [kind], caps, weight=dp * (pp - 1), equal_counts=equal_counts, min_in_flight=pp, is_exact=True
+    )
+    cuts = priced.first_cuts(pp=pp, dp=dp, min_in_flight=pp, equal_counts=equal_counts, thinning_ns=thinning_ns)
+    return [priced.micro_batch(cut) for cut in cuts], priced.times(cuts)

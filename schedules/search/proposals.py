@@ -14,7 +14,7 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, round_up, sample_pieces
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, PricesShapes, bottleneck
+from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, bottleneck
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.balance import MOST_SAMPLES, assign_replicas, good_partitions
 from dynapipe_ext.partitioning.packing import (
@@ -29,15 +29,10 @@ from dynapipe_ext.partitioning.padded import (
     Caps,
     Cut,
     PricedCuts,
-    ShapeEvaluate,
     SortOrder,
-    fastest,
-    members_of,
     ordered,
     price_cuts,
-    shape_evaluate,
-    subset_costs,
-    under_fastest,
+    price_subsets,
 )
 from dynapipe_ext.partitioning.pieces import PieceChoice, PieceChoices, piece_choices
 from dynapipe_ext.partitioning.rules import (
@@ -148,8 +143,7 @@ class Proposals:
 
         None where not all cuts of the start can.
         """
-        answers = (bottleneck(costs, min_in_flight, priced.stage_ranks) for costs in priced.kind_costs)
-        time_ns, kinds = fastest(answers, self.limit_bytes)
+        time_ns, kinds = priced.fastest(min_in_flight)
         shapes = np.where(np.append(time_ns < INFEASIBLE, False)[priced.shapes], priced.shapes, -1).astype(np.int32)
         if any(shapes[cut.end - 1, cut.end - cut.first - 1] < 0 for cut in start.cuts):
             return []
@@ -168,14 +162,15 @@ class Proposals:
 
     def _few(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Good splits of a few samples with decoder sides, which cuts of one order may miss."""
-        choices, busy = self._shapes(self.costs, 1), min(self.topology.num_replicas, len(samples))
-        order, costs = subset_costs(samples, choices, self._caps)
-        splits = good_partitions(costs.tolist(), (0, busy, busy * (self.depth - 1)), _MOST_FEW)
-        made = []
-        for masks in splits:
-            parts = [MicroBatch(members_of(order, mask), pad_multiple=self.rules.pad_multiple) for mask in masks]
-            made.append(self._with_replicas(under_fastest(parts, choices, self.limit_bytes), samples, step))
-        return made
+        order, busy = ordered(samples, "sorted"), min(self.topology.num_replicas, len(samples))
+        times, kinds = price_subsets(order, self.costs, self.kinds, self._caps)
+        splits = good_partitions(times.tolist(), (0, busy, busy * (self.depth - 1)), _MOST_FEW)
+
+        def part(mask: int) -> MicroBatch:
+            members = tuple(sample for i, sample in enumerate(order) if mask >> i & 1)
+            return MicroBatch(members, recompute=self.kinds[kinds[mask]], pad_multiple=self.rules.pad_multiple)
+
+        return [self._with_replicas([part(mask) for mask in masks], samples, step) for masks in splits]
 
     def splits(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Micro-batches of every replica that stay what they are, for schedules that hold few of them or many."""
@@ -334,9 +329,6 @@ class Proposals:
             never = np.full_like(column.forward_ns, INFEASIBLE)
             return replace(column, forward_ns=never, backward_ns=never)
 
-    def _shapes(self, priced: PricesShapes, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
-        return {kind: shape_evaluate(priced, recompute=kind, min_in_flight=min_in_flight) for kind in self.kinds}
-
     def _rooms(self, samples: list[SampleLength]) -> Iterator[int]:
         """Positions that packed rows may have.
 
@@ -475,14 +467,7 @@ class Proposals:
                             yield partial(_with_short_ends, packed, evaluate)
             case _:
                 stages = self.topology.num_stages
-                rule = partial(
-                    dynapipe_rule,
-                    samples,
-                    self._shapes(self.costs, stages),
-                    pp=stages,
-                    dp=dp,
-                    max_bytes=limit,
-                )
+                rule = partial(dynapipe_rule, samples, self.costs, self.kinds, pp=stages, dp=dp, max_bytes=limit)
                 yield partial(rule, pad_multiple=multiple, equal_counts=self.rules.equal_counts)
 
 

@@ -32,7 +32,6 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.partitioning.padded import shape_evaluate
 from dynapipe_ext.partitioning.rules import dynapipe_rule
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
 from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
@@ -64,10 +63,9 @@ def peer_plan(
     candidates: Iterator[tuple[Callable[[], Replicas], Scheduler]]
     match peer:
         case "DynaPipe":
-            evaluates = {
-                kind: shape_evaluate(costs, recompute=kind, min_in_flight=topology.pp) for kind in LAYER_RECOMPUTES
-            }
-            cut = partial(dynapipe_rule, samples, evaluates, pp=topology.pp, dp=topology.dp, max_bytes=limit_bytes)
+            cut = partial(
+                dynapipe_rule, samples, costs, LAYER_RECOMPUTES, pp=topology.pp, dp=topology.dp, max_bytes=limit_bytes
+            )
             candidates = iter([(cut, _cyclic)])
         case "Megatron" | "verl":
             rule = first_fit_in_order if peer == "Megatron" else verl_rule

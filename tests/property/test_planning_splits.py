@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from unittest import mock
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -19,22 +16,22 @@ from dynapipe_ext.batch.micro_batches import (
     ReplicaPlan,
     SampleLength,
     check_cover,
-    round_up,
 )
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.partitioning import balance as partition
-from dynapipe_ext.partitioning.balance import assign_replicas, best_partition
+from dynapipe_ext.partitioning.balance import assign_replicas, good_partitions
 from dynapipe_ext.partitioning.packing import RowPackings, RowRule, fill_lightest, micro_batch_evaluate
-from dynapipe_ext.partitioning.padded import Caps, ShapeEvaluate, ordered, shape_evaluate, split_padded
+from dynapipe_ext.partitioning.padded import Caps, best_partition, ordered, price_cuts, price_subsets
 from dynapipe_ext.partitioning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 
 COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=3000, bytes_per_token=10)
-BY_SHAPE, BY_BATCH = shape_evaluate(COSTS, min_in_flight=3), micro_batch_evaluate(COSTS, min_in_flight=3)
-# An overhead worth several samples, so that splits differ in more than the longest sample.
-MERGING = shape_evaluate(TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=30_000))
+BY_BATCH = micro_batch_evaluate(COSTS, min_in_flight=3)
+# Times so short that every bound between them can be tried, and an overhead worth several samples.
+SHORT = TokenCosts(3, ns_per_token=1, ns_per_token_squared=0.005, overhead_ns=30, bytes_per_token=10)
+MERGING = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=30_000, bytes_per_token=10)
+NO_CAPS = Caps()
 STEADY = settings(derandomize=True, max_examples=60)
 Ranges = list[tuple[int, int]]
 LENGTH = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 400))
@@ -63,11 +60,22 @@ def replicate(micro_batches: list[MicroBatch], dp: int) -> list[list[MicroBatch]
     return [[micro_batches[i] for i in share] for share in assign_replicas(times.tolist(), dp)]
 
 
+def split_padded(
+    samples: list[SampleLength], costs: TokenCosts, *, pp: int, dp: int, caps: Caps = NO_CAPS, in_flight: int = 1
+) -> list[MicroBatch]:
+    """The exact optimum over the ranges of the sorted samples."""
+    priced = price_cuts(
+        ordered(samples, "sorted"), costs, ("none",), caps, weight=dp * (pp - 1), min_in_flight=in_flight, is_exact=True
+    )
+    cuts = priced.first_cuts(pp=pp, dp=dp, min_in_flight=in_flight, thinning_ns=1)
+    return [priced.micro_batch(cut) for cut in cuts]
+
+
 @STEADY
 @given(batches(), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 8]))
 def test_every_split_trains_every_sample_once(samples: list[SampleLength], dp: int, pp: int, multiple: int) -> None:
     dp = min(dp, len(samples))
-    padded = split_padded(samples, BY_SHAPE, pp=pp, dp=dp, caps=Caps(pad_multiple=multiple))
+    padded = split_padded(samples, SHORT, pp=pp, dp=dp, caps=Caps(pad_multiple=multiple))
     rows = RowPackings.of(samples, BY_BATCH, RowRule(max_tokens=510, pad_multiple=multiple))
     packed = rows.best(BY_BATCH, pp=pp, dp=dp, max_bytes=None, equal_counts=False)
     check(replicate(padded, dp), samples, dp)
@@ -98,8 +106,8 @@ def test_every_rule_for_decoder_only_models_trains_every_sample_once(
 def test_the_rules_for_both_kinds_of_model_train_every_sample_once(samples: list[SampleLength], dp: int) -> None:
     dp = min(dp, len(samples))
     check(packed_documents(samples, BY_BATCH, max_tokens=512, dp=dp), samples, dp)
-    check(dynapipe_rule(samples, BY_SHAPE, pp=3, dp=dp), samples, dp)
-    check(dynapipe_rule(samples, BY_SHAPE, pp=3, dp=dp, thinning_ns=0, pad_multiple=8), samples, dp)
+    check(dynapipe_rule(samples, COSTS, ("none",), pp=3, dp=dp), samples, dp)
+    check(dynapipe_rule(samples, COSTS, ("none",), pp=3, dp=dp, thinning_ns=1000, pad_multiple=8), samples, dp)
 
 
 def partitions(count: int) -> Iterator[Ranges]:
@@ -108,76 +116,51 @@ def partitions(count: int) -> Iterator[Ranges]:
         yield list(itertools.pairwise(bounds))
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """What micro-batches are padded to a multiple of, and what bounds them."""
-
-    multiple: int
-    max_rows: int | None
-    max_tokens: int | None
-    max_bytes: int | None
-
-    def time_ns(self, evaluate: ShapeEvaluate, members: Sequence[SampleLength]) -> int | None:
-        """Of one micro-batch; None where it is out of bounds."""
-        encoder = round_up(max(s.encoder for s in members), self.multiple)
-        decoder = round_up(max(s.decoder for s in members), self.multiple)
-        time_ns, num_bytes = evaluate(np.array([len(members)]), np.array([encoder]), np.array([decoder]))
-        if self.max_rows and len(members) > self.max_rows:
-            return None
-        if self.max_tokens and len(members) * (encoder + decoder) > self.max_tokens:
-            return None
-        return None if self.max_bytes and num_bytes[0] > self.max_bytes else int(time_ns[0])
-
-    def split(self, samples: list[SampleLength], evaluate: ShapeEvaluate, *, pp: int, dp: int) -> list[MicroBatch]:
-        return split_padded(
-            samples, evaluate, pp=pp, dp=dp,
-            caps=Caps(
-                pad_multiple=self.multiple, max_rows=self.max_rows, max_tokens=self.max_tokens, max_bytes=self.max_bytes
-            ),
-        )  # fmt: skip
-
-
-BOUNDS = st.builds(
-    Bounds,
-    st.sampled_from([1, 8]),
-    st.none() | st.integers(1, 4),
-    st.none() | st.integers(16, 3000),
-    st.none() | st.integers(5_000, 100_000),
+CAPS = st.builds(
+    Caps,
+    pad_multiple=st.sampled_from([1, 8]),
+    max_tokens=st.none() | st.integers(16, 3000),
+    max_bytes=st.none() | st.integers(5_000, 100_000),
 )
-# Few samples of an encoder-decoder are split into micro-batches of any members: see the test of all partitions.
-IN_RANGES = batches(most=9, decoder=False) | batches(least=10, most=11, decoder=True)
+
+
+def time_ns(costs: TokenCosts, members: Sequence[SampleLength], caps: Caps, in_flight: int) -> int | None:
+    """Of one micro-batch; None if it breaks a cap."""
+    one = MicroBatch(tuple(members), pad_multiple=caps.pad_multiple)
+    times, num_bytes = micro_batch_evaluate(costs, min_in_flight=in_flight)([one])
+    if caps.max_tokens and one.padded_tokens > caps.max_tokens:
+        return None
+    return None if caps.max_bytes and num_bytes[0] > caps.max_bytes else int(times[0])
 
 
 @STEADY
-@given(IN_RANGES, st.integers(1, 4), st.integers(2, 4), BOUNDS)
+@given(batches(most=9), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), CAPS)
 def test_padded_split_equals_brute_force_over_contiguous_partitions(
-    samples: list[SampleLength], dp: int, pp: int, bounds: Bounds
+    samples: list[SampleLength], dp: int, pp: int, in_flight: int, caps: Caps
 ) -> None:
     dp = min(dp, len(samples))
+    order = ordered(samples, "sorted")
+    ranges = itertools.combinations(range(len(order) + 1), 2)
+    times = {one: time_ns(SHORT, order[slice(*one)], caps, in_flight) for one in ranges}
 
-    def values(order: list[SampleLength], splits: Iterable[Ranges]) -> Iterator[tuple[int, int]]:
-        """(value, number of ranges) of each split within the bounds."""
-        ranges = itertools.combinations(range(len(order) + 1), 2)
-        times = {one: bounds.time_ns(BY_SHAPE, order[slice(*one)]) for one in ranges}
-        for split in splits:
-            each = [time for one in split if (time := times[one]) is not None]
-            if len(each) == len(split):
-                yield sum(each) + dp * (pp - 1) * max(each), len(split)
+    def value(split: Ranges) -> int | None:
+        each = [time for one in split if (time := times[one]) is not None]
+        return sum(each) + dp * (pp - 1) * max(each) if len(each) == len(split) else None
 
-    orders = [ordered(samples, "sorted"), *([ordered(samples, "classes")] if samples[0].decoder else [])]
-    best = min((found for order in orders for found in values(order, partitions(len(order)))), default=None)
-    if best is None:
+    tried = [(found, len(split)) for split in partitions(len(order)) if (found := value(split)) is not None]
+    if not tried:
         with pytest.raises(PlanError, match="sample"):
-            bounds.split(samples, BY_SHAPE, pp=pp, dp=dp)
+            split_padded(samples, SHORT, pp=pp, dp=dp, caps=caps, in_flight=in_flight)
         return
-    micro_batches = bounds.split(samples, BY_SHAPE, pp=pp, dp=dp)
-    have = [s for m in micro_batches for s in m.samples]
+    micro_batches = split_padded(samples, SHORT, pp=pp, dp=dp, caps=caps, in_flight=in_flight)
+    assert [s for m in micro_batches for s in m.samples] == order
     ends = list(itertools.accumulate(m.rows for m in micro_batches))
-    ((got, count),) = values(have, [list(itertools.pairwise([0, *ends]))])
-    assert got >= best[0]
-    assert count >= dp
-    if best[1] >= dp:  # else the optimum would leave a replica empty
-        assert got == best[0]
+    got, (best, count) = value(list(itertools.pairwise([0, *ends]))), min(tried)
+    assert got is not None
+    assert got >= best
+    assert len(ends) >= dp
+    if count >= dp:  # else the optimum would leave a replica empty
+        assert got == best
 
 
 def set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -192,53 +175,21 @@ def set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 
 @STEADY
-@given(batches(most=7), st.integers(1, 3), st.integers(2, 4), BOUNDS)
-def test_padded_split_equals_brute_force_over_all_partitions(
-    samples: list[SampleLength], dp: int, pp: int, bounds: Bounds
-) -> None:
-    """Sorted runs are the optimum of decoder-only batches; encoder-decoders need subsets of any members."""
-    dp = min(dp, len(samples))
-
-    @cache
-    def time_ns(part: tuple[int, ...]) -> int | None:
-        return bounds.time_ns(MERGING, [samples[i] for i in part])
-
-    def value(parts: Sequence[Iterable[int]]) -> int | None:
-        each = [time for part in parts if (time := time_ns(tuple(sorted(part)))) is not None]
-        return sum(each) + dp * (pp - 1) * max(each) if len(each) == len(parts) else None
-
-    tried = [(value(parts), len(parts)) for parts in set_partitions(list(range(len(samples))))]
-    found = [(value, count) for value, count in tried if value is not None]
-    if not found:
-        with pytest.raises(PlanError, match="sample"):
-            bounds.split(samples, MERGING, pp=pp, dp=dp)
-        return
-    best, count = min(found)
-    got = bounds.split(samples, MERGING, pp=pp, dp=dp)
-    assert sorted(s.index for m in got for s in m.samples) == sorted(s.index for s in samples)
-    reached = value([[samples.index(s) for s in m.samples] for m in got])
-    assert reached is not None
-    if count >= dp:  # else the optimum would leave a replica empty
-        assert reached == best
-
-
-def test_nine_samples_of_an_encoder_decoder_are_split_as_brute_force_would() -> None:
-    rng = np.random.default_rng(5)
-    for _ in range(2):
-        samples = [SampleLength(i, int(e), int(d)) for i, (e, d) in enumerate(rng.integers(1, 300, (9, 2)))]
-        costs = {}
-        for mask in range(1, 512):
-            part = [s for i, s in enumerate(samples) if mask >> i & 1]
-            shape = (len(part), max(s.encoder for s in part), max(s.decoder for s in part))
-            costs[mask] = int(MERGING(*(np.array([x]) for x in shape))[0][0])
-        best = min(
-            sum(each) + 6 * max(each)
-            for parts in set_partitions(list(range(9)))
-            for each in [[costs[sum(1 << i for i in part)] for part in parts]]
-        )
-        got = split_padded(samples, MERGING, pp=4, dp=2)
-        each = [costs[sum(1 << s.index for s in m.samples)] for m in got]
-        assert sum(each) + 6 * max(each) == best
+@given(batches(most=6, decoder=True), st.integers(0, 9), CAPS)
+def test_good_partitions_of_few_samples_equal_brute_force(samples: list[SampleLength], weight: int, caps: Caps) -> None:
+    times, _ = price_subsets(samples, MERGING, ("none",), caps)
+    values = []
+    for parts in set_partitions(list(range(len(samples)))):
+        each = [time_ns(MERGING, [samples[i] for i in part], caps, 1) for part in parts]
+        known = [time for time in each if time is not None]
+        assert len(known) < len(each) or known == [times[sum(1 << i for i in part)] for part in parts]
+        if len(known) == len(each):
+            values.append(sum(known) + weight * max(known))
+    found = good_partitions(times.tolist(), (weight,), 1)
+    assert bool(found) == bool(values)
+    for masks in found:
+        assert sum(masks) == (1 << len(samples)) - 1
+        assert sum(times[masks]) + weight * max(times[masks]) == min(values)
 
 
 @settings(STEADY, max_examples=300)
@@ -255,12 +206,9 @@ def test_best_partition_equals_brute_force_on_any_costs(count: int, weight: int,
         each = [int(costs[b - 1, b - a - 1]) for a, b in runs]
         if max(each) < INFEASIBLE:
             values.append(sum(each) + weight * max(each))
-    with mock.patch.object(partition, "_BOUNDS_AT_ONCE", 1):  # the narrowest search must still miss no bound
-        parts = best_partition(costs, weight)
-    assert best_partition(costs, weight).value(weight) == min(values)
-    assert parts.value(weight) == min(values)
-    each = [int(costs[b - 1, b - a - 1]) for a, b in itertools.pairwise([0, *parts.ends])]
-    assert (sum(each), max(each)) == (parts.sum_ns, parts.max_ns)
+    ends = best_partition(costs, weight, 1)
+    each = [int(costs[b - 1, b - a - 1]) for a, b in itertools.pairwise([0, *ends])]
+    assert sum(each) + weight * max(each) == min(values)
 
 
 @STEADY
@@ -269,7 +217,7 @@ def test_long_runs_are_not_cut_off_by_the_search_window(samples: list[SampleLeng
     """With overhead only, fewest micro-batches are best: one for one replica, whatever the number of samples."""
     more = [SampleLength(1000 + i, 7) for i in range(200)]
     costs = TokenCosts(2, ns_per_token=0, overhead_ns=1000)
-    assert len(split_padded([*samples, *more], shape_evaluate(costs), pp=pp, dp=1)) == 1
+    assert len(split_padded([*samples, *more], costs, pp=pp, dp=1)) == 1
 
 
 @STEADY
@@ -299,7 +247,7 @@ def test_equal_counts_are_equal(costs: list[int], replicas: int) -> None:
 @given(batches(most=25), st.integers(0, 3))
 def test_splits_do_not_depend_on_the_order_of_the_batch(samples: list[SampleLength], turn: int) -> None:
     turned = [*samples[turn:], *samples[:turn]]
-    assert split_padded(samples, BY_SHAPE, pp=3, dp=1) == split_padded(turned, BY_SHAPE, pp=3, dp=1)
+    assert split_padded(samples, SHORT, pp=3, dp=1) == split_padded(turned, SHORT, pp=3, dp=1)
 
 
 def fill_by_looking_at_all(

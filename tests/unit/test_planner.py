@@ -19,13 +19,12 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.job.configured import check_fits, make_planner, topology_of, unfit_rivals, variants
-from dynapipe_ext.partitioning.padded import Caps, shape_evaluate
+from dynapipe_ext.partitioning.padded import Caps, ordered, price_cuts
 from dynapipe_ext.partitioning.rules import (
     dynapipe_rule,
     fixed_rows,
     packed_documents,
     pad_to_batch_max,
-    split_padded_equal,
 )
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rivals import list_rivals
@@ -109,12 +108,15 @@ def test_equal_counts_hold_under_every_rule(rule: SplitRule, layout: str, length
 
 
 def test_equal_counts_merge_down_only_where_samples_are_too_few_and_caps_allow_it() -> None:
-    choices = {"none": shape_evaluate(COSTS)}
-    samples = sample_lengths([500, 400, 300, 200, 100])
-    merged = split_padded_equal(samples, choices, pp=2, dp=2)  # type: ignore[arg-type]
-    assert [[s.encoder for s in m.samples] for m in merged] == [[100, 200], [300], [400], [500]]
+    def cuts(lengths: list[int], caps: Caps) -> list[list[int]]:
+        order = ordered(sample_lengths(lengths), "sorted")
+        priced = price_cuts(order, COSTS, ("none",), caps, weight=2, equal_counts=True)
+        firsts = priced.first_cuts(pp=2, dp=2, min_in_flight=1, equal_counts=True)
+        return [[s.encoder for s in priced.micro_batch(cut).samples] for cut in firsts]
+
+    assert cuts([500, 400, 300, 200, 100], Caps()) == [[100, 200], [300], [400], [500]]
     with pytest.raises(PlanError, match=r"no two of them fit into one .*max_tokens 500"):
-        split_padded_equal(sample_lengths([500] * 3), choices, pp=2, dp=2, caps=Caps(max_tokens=500))  # type: ignore[arg-type]
+        cuts([500] * 3, Caps(max_tokens=500))
 
 
 def test_a_long_document_beside_short_ones_reaches_every_replica() -> None:
@@ -138,7 +140,7 @@ def test_a_short_batch_keeps_the_cap_on_tokens() -> None:
             ),
             "3 samples do not spread over 4 or 2 rows of 1 positions",
         ),
-        (lambda s: dynapipe_rule(s, shape_evaluate(COSTS), pp=2, dp=4, equal_counts=True), "3 samples .* 4 replicas"),
+        (lambda s: dynapipe_rule(s, COSTS, ("none",), pp=2, dp=4, equal_counts=True), "3 samples .* 4 replicas"),
     ],
 )
 def test_equal_counts_that_cannot_be_are_refused_with_the_numbers(call: Any, message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.partitioning import packing
 from dynapipe_ext.partitioning.balance import assign_replicas
 from dynapipe_ext.partitioning.packing import RowPackings, RowRule, micro_batch_evaluate, pack
-from dynapipe_ext.partitioning.padded import Caps, shape_evaluate, split_padded
+from dynapipe_ext.partitioning.padded import Caps, SortOrder, ordered, price_cuts
 from dynapipe_ext.partitioning.rules import (
     dynapipe_rule,
     fixed_rows,
@@ -43,7 +43,37 @@ from dynapipe_ext.schedules.rivals import list_rivals
 from tests.bench.peer_rules import first_fit_in_order, verl_rule
 
 COSTS = TokenCosts(4, ns_per_token=100, ns_per_token_squared=1, overhead_ns=2000)
-BY_SHAPE, BY_BATCH = shape_evaluate(COSTS), micro_batch_evaluate(COSTS)
+BY_BATCH, NO_CAPS = micro_batch_evaluate(COSTS), Caps()
+
+
+@dataclass(frozen=True)
+class ByTokens(TokenCosts):
+    """Times and bytes of each kind per token."""
+
+    def evaluate_shapes(self, rows: Any, encoder_len: Any, decoder_len: Any = 0, recompute: str = "none") -> Any:
+        costs = super().evaluate_shapes(rows, encoder_len, decoder_len)
+        ns, num_bytes = {"none": (100, 1000), "full": (130, 10)}[recompute]
+        tokens = np.broadcast_to(np.asarray(rows) * encoder_len, costs.forward_ns.shape)
+        forward, stored = tokens * ns, tokens * num_bytes
+        return replace(costs, forward_ns=forward, backward_ns=0 * forward, stored_bytes=stored)
+
+
+def split_padded(
+    samples: list[SampleLength],
+    costs: TokenCosts,
+    *,
+    pp: int,
+    dp: int,
+    caps: Caps = NO_CAPS,
+    kinds: Sequence[Any] = ("none",),
+    equal_counts: bool = False,
+    order: SortOrder = "sorted",
+) -> list[MicroBatch]:
+    priced = price_cuts(
+        ordered(samples, order), costs, kinds, caps, weight=dp * (pp - 1), equal_counts=equal_counts, is_exact=True
+    )
+    cuts = priced.first_cuts(pp=pp, dp=dp, min_in_flight=1, equal_counts=equal_counts)
+    return [priced.micro_batch(cut) for cut in cuts]
 
 
 def best_packed(
@@ -109,23 +139,19 @@ def test_fixed_rows_cuts_at_row_ends_and_each_piece_keeps_its_own_targets() -> N
 
 def test_dynapipe_rule_takes_the_first_recompute_type_that_fits_for_the_whole_plan() -> None:
     samples = sample_lengths([100, 10, 10, 10])
-    choices = {kind: shape_evaluate(COSTS, recompute=kind) for kind in ("full", "none", "selective")}  # type: ignore[arg-type]
-    roomy, tight = (dynapipe_rule(samples, choices, pp=4, dp=1, max_bytes=b) for b in (10**9, 100_000))
+    kinds: tuple[Any, ...] = ("full", "none", "selective")
+    roomy, tight = (dynapipe_rule(samples, COSTS, kinds, pp=4, dp=1, max_bytes=b) for b in (10**9, 500_000))
     assert {m.recompute for m in roomy[0]} == {"none"}
     assert {m.recompute for m in tight[0]} == {"none"}
-    stored_only = {
-        kind: (lambda r, e, d, by=by: (r * e * 100, r * e * by)) for kind, by in (("none", 1000), ("full", 10))
-    }
-    (replica,) = dynapipe_rule(samples, stored_only, pp=2, dp=1, max_bytes=50_000)  # type: ignore[arg-type]
+    (replica,) = dynapipe_rule(samples, ByTokens(1), ("none", "full"), pp=2, dp=1, max_bytes=50_000)
     assert {m.recompute for m in replica} == {"full"}
+    with pytest.raises(PlanError, match="is one of DynaPipe's"):
+        dynapipe_rule(samples, COSTS, ("stage",), pp=2, dp=1)
 
 
 def test_each_micro_batch_takes_the_fastest_recompute_type_that_fits() -> None:
-    choices = {
-        "none": lambda r, e, d: (r * e * 100, r * e * 1000),
-        "full": lambda r, e, d: (r * e * 130, r * e * 10),
-    }
-    split = split_padded(sample_lengths([100, 10]), choices, pp=2, dp=1, caps=Caps(max_bytes=50_000))  # type: ignore[arg-type]
+    caps = Caps(max_bytes=50_000)
+    split = split_padded(sample_lengths([100, 10]), ByTokens(1), pp=2, dp=1, caps=caps, kinds=("none", "full"))
     assert [(m.encoder_len, m.recompute) for m in split] == [(10, "none"), (100, "full")]
 
 
@@ -142,26 +168,28 @@ def test_class_order_serves_encoder_decoder_samples_better_than_the_plain_sort()
     pairs = np.exp(rng.normal(4.5, 1.0, (200, 2))).astype(np.int64) + 1
     samples = [SampleLength(i, int(e), int(d)) for i, (e, d) in enumerate(pairs)]
 
-    def value(*orders: str) -> int:
-        split = split_padded(samples, shape_evaluate(costs), pp=4, dp=1, orders=orders)  # type: ignore[arg-type]
+    def value(split: list[MicroBatch]) -> int:
         time_ns, _ = micro_batch_evaluate(costs)(split)
         return int(time_ns.sum() + 3 * time_ns.max())
 
-    assert value("classes") < 0.95 * value("sorted")
-    assert value("sorted", "classes") == value("classes")
+    in_classes, in_order = (
+        value(split_padded(samples, costs, pp=4, dp=1, order=order)) for order in ("classes", "sorted")
+    )
+    assert in_classes < 0.95 * in_order
+    assert value(dynapipe_rule(samples, costs, ("none",), pp=4, dp=1)[0]) < 0.95 * in_order
 
 
 @pytest.mark.parametrize(("pp", "count", "dp"), [(1, 7, 4), (4, 9, 8), (1, 4, 4)])
 def test_no_split_has_fewer_micro_batches_than_replicas(pp: int, count: int, dp: int) -> None:
     samples = sample_lengths([5] * count)
-    assert len(split_padded(samples, BY_SHAPE, pp=pp, dp=dp)) >= dp
+    assert len(split_padded(samples, COSTS, pp=pp, dp=dp)) >= dp
     assert len(best_packed(samples, BY_BATCH, max_tokens=1000, pp=pp, dp=dp)) >= dp
     assert all(packed_documents(samples, BY_BATCH, max_tokens=1000, dp=dp))
 
 
 def test_equal_counts_makes_the_number_of_micro_batches_a_multiple_of_the_replicas() -> None:
     samples = sample_lengths(list(range(3, 50)))
-    assert len(split_padded(samples, BY_SHAPE, pp=4, dp=3, equal_counts=True)) % 3 == 0
+    assert len(split_padded(samples, COSTS, pp=4, dp=3, equal_counts=True)) % 3 == 0
     assert len(best_packed(samples, BY_BATCH, max_tokens=100, pp=4, dp=3, equal_counts=True)) % 3 == 0
     assert len({len(r) for r in packed_documents(samples, BY_BATCH, max_tokens=100, dp=3, equal_counts=True)}) == 1
 
@@ -185,9 +213,9 @@ def test_rounding_up_keeps_packed_rows_within_max_tokens() -> None:
 
 def test_the_byte_cap_is_exact() -> None:
     samples = sample_lengths([10, 10])
-    _, needed = BY_SHAPE(np.array([2]), np.array([10]), np.array([0]))
+    _, needed = BY_BATCH([MicroBatch(tuple(samples))])
     counts = [
-        len(split_padded(samples, BY_SHAPE, pp=2, dp=1, caps=Caps(max_bytes=int(needed[0]) - less))) for less in (0, 1)
+        len(split_padded(samples, COSTS, pp=2, dp=1, caps=Caps(max_bytes=int(needed[0]) - less))) for less in (0, 1)
     ]
     assert counts == [1, 2]
 
@@ -219,7 +247,7 @@ def test_packed_rows_balance_attention_and_not_tokens() -> None:
 
 
 def pad(lengths: list[int], dp: int = 1, *, equal_counts: bool = False, **caps: int) -> object:
-    return split_padded(sample_lengths(lengths), BY_SHAPE, pp=2, dp=dp, caps=Caps(**caps), equal_counts=equal_counts)
+    return split_padded(sample_lengths(lengths), COSTS, pp=2, dp=dp, caps=Caps(**caps), equal_counts=equal_counts)
 
 
 def row(lengths: list[int], **more: Any) -> object:
@@ -231,14 +259,12 @@ def row(lengths: list[int], **more: Any) -> object:
     [
         (lambda: pad([9, 200], max_tokens=100), r"sample 1 \(200 .* 100 tok"),
         (lambda: pad([9, 200], max_bytes=1000), r"sample 0 .* 9000 B .* 1000 B"),
-        (lambda: pad([9], dp=2), "1 samples cannot feed 2 replicas"),
-        (lambda: pad([9] * 3, dp=2, max_rows=1, equal_counts=True), "3 samples"),
+        (lambda: pad([9] * 3, dp=2, max_tokens=9, equal_counts=True), "3 samples .* no two of them"),
         (lambda: row([9, 200]), "sample 1 has 200 positions .* has 100"),
         (lambda: row([9, 99], max_bytes=9500), "sample 1 with 99 positions needs 99,000 B but 9,500 B is"),
         (lambda: fixed_rows(sample_lengths([9]), row_len=10, dp=2, equal_counts=True), "1 samples .* 2 replicas"),
         (lambda: fixed_rows([SampleLength(4, 3, 2)], row_len=10, dp=1), "sample 4 has a decoder side"),
         (lambda: pad_to_batch_max(sample_lengths([9, 200]), dp=1, max_tokens=100), "sample 1 makes rows of 200"),
-        (lambda: split_padded(sample_lengths([5]), {}, pp=1, dp=1), "was given no recomputation type to choose from"),
         (lambda: assign_replicas([5], 2), "1 micro-batches cannot feed 2 replicas"),
         (lambda: assign_replicas([5] * 3, 2, equal_counts=True), "3 micro-batches do not divide .* into 4"),
     ],
