@@ -48,7 +48,7 @@ from dynapipe_ext.schedules.planner_checks import (
 from dynapipe_ext.schedules.published.by_name import schedule_of_costs
 from dynapipe_ext.schedules.rounds import in_rounds, takes_rounds
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
-from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
+from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import (
     ReplicaCosts,
@@ -508,7 +508,7 @@ class Planner(PlanRules):
 
     def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules, ReplicaCosts | None]:
         """Replicas and schedules of the best search result, with their costs where these are already worked out."""
-        settings = Settings(
+        settings = SearchSettings(
             memory_limit_bytes=int(self.memory_limit_bytes),
             split=self.split_backward,
             effort=self.effort // _LESS if self.forward_only else self.effort,

@@ -44,7 +44,8 @@ from dynapipe_ext.partitioning.rules import (
     with_short_ends,
 )
 from dynapipe_ext.schedules.search.levelling import RankTimes, levelled
-from dynapipe_ext.schedules.search.optimizer import TRIAL, Start, has_long_replicas
+from dynapipe_ext.schedules.search.optimizer import TRIAL, has_long_replicas
+from dynapipe_ext.schedules.search.problem import Start
 from dynapipe_ext.schedules.search.regrouping import exchanged
 from dynapipe_ext.settings.plan_rules import PlanRules
 

@@ -19,11 +19,17 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.partitioning.padded import Cut
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
-from dynapipe_ext.schedules.search.optimizer import search
-from dynapipe_ext.schedules.search.problem import NEVER, DispatchRule, Problem, Walk, records_of, schedules_of
+from dynapipe_ext.schedules.search.problem import (
+    NEVER,
+    NO_LIMIT,
+    AnnealingSchedule,
+    DispatchPolicy,
+    Problem,
+    make_records,
+)
 
 # A gradient before a forward before a W, and a W as soon as nothing else can run.
-READINESS_FIRST = DispatchRule(extra=None, rhythm=0, patience=1 << 20, most_pending=None)
+READINESS_FIRST = DispatchPolicy(extra=NO_LIMIT, rhythm=0, patience=1 << 20, max_pending=NO_LIMIT)
 _UNIT = 1000
 
 
@@ -113,7 +119,7 @@ def readiness_first(
 
 def dispatch(
     costs: MicroBatchCosts,
-    rule: DispatchRule,
+    rule: DispatchPolicy,
     stage_ranks: Sequence[int],
     free_bytes: Sequence[int],
     *,
@@ -129,16 +135,16 @@ def dispatch(
         free_bytes=tuple(free_bytes),
         split=split,
         working_in_backward=costs.working_in != "F",
-        records=records_of([costs], split=split),
+        records=make_records([costs], split=split),
         shapes=np.array(positions, np.int32).reshape(-1, 1),
-        rules=(rule,),
+        policies=[rule],
         sample_pieces=tuple(sample_pieces),
         short_stages=tuple(short_stages),
     )
-    state = search(problem, [Cut(m, m + 1, 0) for m in positions], [[positions]], Walk(seed=0, moves=0))
+    state = problem.search([Cut(m, m + 1, 0) for m in positions], [[positions]], AnnealingSchedule(0, 0))
     if state.makespan_ns[0] >= NEVER:
         return NEVER, PipelineSchedule("blocked", ((),) * len(free_bytes), tuple(stage_ranks))
-    (schedule,) = schedules_of(state.actions, problem)
+    (schedule,) = problem.make_schedules(state)
     return state.makespan_ns[0], schedule
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import SamplePieces
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, validate
-from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize_best
-from dynapipe_ext.schedules.search.problem import NEVER, DispatchRule, piece_positions, rules
+from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize_best
+from dynapipe_ext.schedules.search.problem import NEVER, NO_LIMIT, DispatchPolicy, Start, list_policies
 from tests.bench.noise import dispatch
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)]
@@ -71,7 +73,7 @@ def pieced(draw):
 def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_says(case, split, effort, more) -> None:
     stage_ranks, start, least, _ = case
     limit = least + more
-    asked = Settings(memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks)
+    asked = SearchSettings(memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks)
     _, found = optimize_best([start], asked)
     assert sorted(first for replica in found.replicas for first, _, _ in replica) == list(range(len(start.cuts)))
     for replica, schedule, makespan in zip(found.replicas, found.schedules, found.makespan_ns, strict=True):
@@ -115,7 +117,7 @@ def test_no_order_blocks_where_every_sample_fits_with_all_that_stands_between_it
             for last in positions
         ]
         free.append(max(int(stored[inside].sum() + working[inside].max()) for inside in spanning))
-    for rule in rules(split=split):
+    for rule in list_policies(split=split):
         if rule.rhythm < 2:  # which waits for forwards that memory may keep back
             makespan_ns, _ = dispatch(
                 costs, rule, stage_ranks, free, split=split, short_stages=short_stages, sample_pieces=sample_pieces
@@ -131,7 +133,7 @@ def test_what_a_younger_micro_batch_took_does_not_keep_the_oldest_from_going_on(
         forward=ones, gradient=ones, weight=[[0, 0]] * 4, stored=[[1, 1], [1, 1], [1, 1], [1, 3]],
         working=[[0, 0], [2, 0], [0, 0], [3, 0]], transfer=[[0, 0]] * 3,
     )  # fmt: skip
-    makespan_ns, found = dispatch(costs, DispatchRule(extra=None, rhythm=1), (0, 1, 0, 1), (9, 6), split=False)
+    makespan_ns, found = dispatch(costs, DispatchPolicy(extra=NO_LIMIT, rhythm=1), (0, 1, 0, 1), (9, 6), split=False)
     assert makespan_ns == 12
     shown = [" ".join(map(str, rank)) for rank in found.ranks]
     assert shown == ["0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 3F0 3B0 1B0 3F1 3B1 1B1"]
@@ -165,9 +167,15 @@ def test_what_pieces_work_with_stays_while_others_come_and_go() -> None:
             [4, 2, 2, 6, 6, 3, 4, 4], [3, 0, 5, 0, 0, 2, 2, 2],
         ],
     )  # fmt: skip
-    rule, stage_ranks = DispatchRule(extra=0, rhythm=1, most_pending=None), (0, 1, 2, 2, 1, 0)
+    rule, stage_ranks = DispatchPolicy(extra=0, rhythm=1, max_pending=NO_LIMIT), (0, 1, 2, 2, 1, 0)
     pieces = ((2, 3, 6), (1, 5))
     assert dispatch(costs, rule, stage_ranks, (260, 179, 203), split=True, sample_pieces=pieces)[0] < NEVER
+
+
+def piece_positions(group: list[int], sample_pieces: Sequence[SamplePieces]) -> tuple[SamplePieces, ...]:
+    """The pieces of each sample that a replica has, as positions in its order."""
+    place = {m: i for i, m in enumerate(group)}
+    return tuple(tuple(place[m] for m in pieces) for pieces in sample_pieces if pieces[0] in place)
 
 
 def costs_of(**tables: list[list[int]]) -> MicroBatchCosts:

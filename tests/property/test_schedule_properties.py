@@ -31,7 +31,7 @@ from dynapipe_ext.schedules.notation import format_lines, parse_lines
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic, cyclic
 from dynapipe_ext.schedules.published.gpipe import gpipe
 from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.search.problem import NEVER, rules
+from dynapipe_ext.schedules.search.problem import NEVER, list_policies
 from dynapipe_ext.timeline import Trace
 from tests.bench.noise import dispatch
 
@@ -383,7 +383,7 @@ def test_every_dispatch_rule_makes_a_whole_order_within_the_limit(
     if not costs.num_micro_batches:
         return
     free = [limit - num_bytes for num_bytes in costs.static_bytes.tolist()]
-    for rule in rules(split=split):
+    for rule in list_policies(split=split):
         makespan, found = dispatch(replace(costs, working_in="FBI"), rule, stages, free, split=split)
         if makespan >= NEVER and rule.rhythm == 2:
             continue  # 1F1B's order waits for forwards that memory may not admit

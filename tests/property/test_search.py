@@ -23,7 +23,8 @@ from dynapipe_ext.schedules.evaluation.timing_noise import mean_makespan_ns, spr
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.search import optimizer
-from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize, optimize_best
+from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize, optimize_best
+from dynapipe_ext.schedules.search.problem import Start
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 0)]
 
@@ -118,7 +119,7 @@ def test_under_noise_the_mean_over_disturbed_times_counts_and_predicted_times_ha
     case, split, effort, noise
 ) -> None:
     stage_ranks, start, limit = case
-    asked = Settings(memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks)
+    asked = SearchSettings(memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks)
     means, predicted = [], []
     for one in (asked, replace(asked, noise=noise)):
         _, found = optimize_best([start], one)
@@ -159,7 +160,9 @@ def test_more_effort_never_ends_worse_and_goes_the_same_way_at_first(case, split
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "TRIAL", trial)
         for effort in sorted(efforts):
-            asked = Settings(memory_limit_bytes=limit, split=split, effort=effort, seed=seed, stage_ranks=stage_ranks)
+            asked = SearchSettings(
+                memory_limit_bytes=limit, split=split, effort=effort, seed=seed, stage_ranks=stage_ranks
+            )
             _, found = optimize_best([start, other], asked)
             values.append((max(found.makespan_ns), sum(found.makespan_ns)))
     assert values == sorted(values, reverse=True)
@@ -173,7 +176,7 @@ def test_more_effort_never_ends_worse_and_goes_the_same_way_at_first(case, split
 def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, split, effort, equal, short) -> None:
     stage_ranks, start, limit = case
     short_stages = [stage for stage in range(len(stage_ranks)) if stage in short]
-    asked = Settings(
+    asked = SearchSettings(
         memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks, short_stages=short_stages,
         equal_counts=equal,
     )  # fmt: skip
@@ -227,7 +230,7 @@ def test_moves_of_single_items_find_the_cuts_that_balance_two_stages() -> None:
     )  # fmt: skip
     shapes = np.array([[r if r <= end else -1 for r in range(12)] for end in range(12)], np.int32)
     start = Start(kind_costs=(costs,), shapes=shapes, cuts=(Cut(0, 12, 0),), groups=((0,),))
-    asked = Settings(memory_limit_bytes=10**6, split=False, effort=3000)
+    asked = SearchSettings(memory_limit_bytes=10**6, split=False, effort=3000)
     _, found = optimize_best([start], asked)
     best = 1 << 62
     for cut in compositions(12):
@@ -288,7 +291,7 @@ def test_a_start_that_does_not_fit_hides_none_behind_it() -> None:
     costs = random_costs(np.random.default_rng(0), 2, 3)
     fits = Start.of_micro_batches([costs], [range(3)], [0, 0, 0])
     large = replace(fits, kind_costs=(replace(costs, stored_bytes=costs.stored_bytes + 10**6),))
-    settings = Settings(stage_ranks=(0, 1), memory_limit_bytes=least_limit(costs, (0, 1)), split=False, effort=0)
+    settings = SearchSettings(stage_ranks=(0, 1), memory_limit_bytes=least_limit(costs, (0, 1)), split=False, effort=0)
     assert optimize_best([large, fits], settings) == (1, optimize_best([fits], settings)[1])
 
 

@@ -14,7 +14,7 @@ from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.search.problem import DispatchRule
+from dynapipe_ext.schedules.search.problem import NO_LIMIT, DispatchPolicy
 from tests.bench.noise import dispatch
 
 PLACEMENTS = [spread_vocabulary(Topology(pp=pp), "head").placement for pp in (2, 3, 4)]
@@ -26,7 +26,7 @@ def dispatched(costs: MicroBatchCosts, stage_ranks: tuple[int, ...], rhythm: int
     """The order of a rule under which memory keeps nothing back."""
     ranks = max(stage_ranks) + 1
     short_stages = range(len(stage_ranks) - ranks + 1, len(stage_ranks))
-    rule = DispatchRule(extra=None, rhythm=rhythm)
+    rule = DispatchPolicy(extra=NO_LIMIT, rhythm=rhythm)
     return dispatch(costs, rule, stage_ranks, [1 << 40] * ranks, split=False, short_stages=short_stages)[1]
 
 

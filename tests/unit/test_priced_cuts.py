@@ -15,7 +15,7 @@ from dynapipe_ext.costs.model import bottleneck
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.padded import Caps, Cut, PricedCuts, ordered, price_cuts
-from dynapipe_ext.schedules.search.problem import records_of
+from dynapipe_ext.schedules.search.problem import make_records
 from dynapipe_ext.schedules.search.proposals import Proposals
 from dynapipe_ext.settings.plan_rules import PlanRules
 
@@ -149,7 +149,7 @@ def test_records_hold_every_cost_of_every_shape_and_kind(split: bool) -> None:
     costs = made.evaluate_shapes(rng.integers(1, 9, 21), rng.integers(1, 900, 21))
     never = np.arange(21) % 5 == 0
     kinds = [costs, replace(costs.refusing(never), weight_ns=rng.integers(0, 99, (3, 21)))]
-    records = records_of(kinds, split=split)
+    records = make_records(kinds, split=split)
     for record, one in zip(records, kinds, strict=True):
         gradient = one.input_ns if split else one.backward_ns
         transfer = np.vstack([one.transfer_ns, np.zeros((1, 21), np.int64)])
