@@ -1,6 +1,4 @@
-// What the ranks of one replica hold as its micro-batches come and go, and whether they have room for one more.
-//
-// Twin: `_admits` and `_can_complete` in schedules/search/dispatch.py.
+// What the ranks of one replica hold as its micro-batches come and go, and whether they have memory for one more.
 #pragma once
 
 #include <algorithm>

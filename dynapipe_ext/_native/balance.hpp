@@ -1,4 +1,4 @@
-// Items exchanged between groups until their loads are even. Twin: `_refine` in dynapipe_ext/partitioning/balance.py.
+// Items exchanged between groups until their loads are even.
 #pragma once
 
 #include <algorithm>

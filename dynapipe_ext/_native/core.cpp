@@ -1,4 +1,4 @@
-// The hot loops of planning for Python. Every function has a twin in Python that gives the same numbers.
+// The hot loops of planning, for Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -108,15 +108,12 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
     if (possible) state = job.improve(std::move(state), {seed, moves, begun, cooling});
     for (int d = 0; possible && with_actions && d < replicas; ++d) {
       dynapipe::Track track;
-      std::vector<std::vector<dynapipe::Chosen>> orders;
-      job.run(state, d, dynapipe::kNever, &orders, track, nullptr);
+      track.keeps_sequence = true;
+      job.run(state, d, dynapipe::kNever, track, nullptr);
       const i64 count = static_cast<i64>(state.groups[d].size());
-      auto& replica = actions.emplace_back();
-      for (const auto& rank : orders) {
-        auto& codes = replica.emplace_back();
-        for (const auto& c : rank) {
-          codes.push_back((static_cast<i64>(c.kind) * stage_rank.size() + c.stage) * count + c.position);
-        }
+      auto& ranks = actions.emplace_back(free_bytes.size());
+      for (const auto& c : track.sequence) {
+        ranks[stage_rank[c.stage]].push_back((static_cast<i64>(c.kind) * stage_rank.size() + c.stage) * count + c.position);
       }
     }
   }
@@ -253,7 +250,6 @@ std::pair<Ranges, Groups> levelled(const Integers& work, const Integers& head, c
   return {job.cuts(), job.groups()};
 }
 
-// Twin: `bounds._preemptive_in_python`.
 i64 preemptive_ns(const Times& heads, const Times& durations, const Times& tails) {
   const std::size_t count = heads.shape(0);
   if (durations.shape(0) != count || tails.shape(0) != count) throw std::invalid_argument("jobs have sizes that do not match");
@@ -264,7 +260,7 @@ i64 preemptive_ns(const Times& heads, const Times& durations, const Times& tails
 }  // namespace
 
 NB_MODULE(_core, module) {
-  module.doc() = "Hot loops of planning; the twins in Python are the reference";
+  module.doc() = "Hot loops of planning";
   module.def("search", &search);
   module.def("preemptive_ns", &preemptive_ns);
   module.def("levelled", &levelled);

@@ -1,6 +1,4 @@
-// How long one order of actions takes in the mean of times that are not as predicted.
-//
-// Twin: schedules/evaluation/timing_noise.py.
+// The mean makespan of one order of actions over perturbed times.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,4 @@
 // Pieces of one sample: the order of their gradients, and what they need together.
-//
-// Twin: `GradientOrder` and `_needs_of_pieces` in schedules/search/dispatch.py; `put_in_place` and `place_apart` in
-// schedules/search/joint.py.
 #pragma once
 
 #include <algorithm>

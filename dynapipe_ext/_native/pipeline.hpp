@@ -1,6 +1,4 @@
 // One replica's micro-batches in injection order, and the dispatch rules that order their actions.
-//
-// Twin: schedules/search/dispatch.py. Both must make the same choices in the same order: plans have the same bytes with either.
 #pragma once
 
 #include <algorithm>
@@ -15,28 +13,24 @@ namespace dynapipe {
 // its gradients in that of `GradientOrder`.
 class Dispatcher : public Admission {
  public:
-  // With `keeps_sequence` passes leave what started after what.
-  Dispatcher(Machine machine, bool keeps_sequence)
-      : Admission(std::move(machine)), keeps_sequence_(keeps_sequence), work_(machine_.ranks), tail_(machine_.ranks), pieces_later_(machine_.ranks) {
+  explicit Dispatcher(Machine machine)
+      : Admission(std::move(machine)), work_(machine_.ranks), tail_(machine_.ranks), pieces_later_(machine_.ranks) {
     linear_ = machine_.ranks == machine_.stages && machine_.is_short.empty();
     for (int s = 0; s < machine_.stages; ++s) linear_ &= machine_.stage_rank[s] == s;
   }
 
   // Makespan, or at least `give_up` (kNever: memory blocks it) once it is known to be that. `track` holds the records
-  // and the rule, and receives the rest; `like`, if given, is a finished pass. `orders`, if given, receives each rank's
-  // actions (then `like` is not used).
-  i64 run(Track& track, const Track* like, i64 give_up, std::vector<std::vector<Chosen>>* orders) {
+  // and the rule, and receives the rest; `like`, if given, is a finished pass.
+  i64 run(Track& track, const Track* like, i64 give_up) {
     records_ = track.records.data();
     count_ = static_cast<int>(track.records.size());
-    if (orders) orders->assign(machine_.ranks, {});
+    track.sequence.clear();
     if (count_ == 0) return 0;
     if (least(track) >= give_up) return kNever;
     if (!gradients_->empty) needs_.set(machine_.stages, records_, *gradients_);
-    begin(track, orders ? nullptr : like);
-    if (!gradients_->empty) {
-      return linear_ ? dispatch<true, true>(track, give_up, orders) : dispatch<false, true>(track, give_up, orders);
-    }
-    return linear_ ? dispatch<true, false>(track, give_up, orders) : dispatch<false, false>(track, give_up, orders);
+    begin(track, like);
+    if (!gradients_->empty) return linear_ ? dispatch<true, true>(track, give_up) : dispatch<false, true>(track, give_up);
+    return linear_ ? dispatch<true, false>(track, give_up) : dispatch<false, false>(track, give_up);
   }
 
   // `ways` [rank] of one record.
@@ -110,7 +104,6 @@ class Dispatcher : public Admission {
       if (like->gradients.most_pieces != track.gradients.most_pieces) same = 0;
       same = unspanned(like->gradients, track.gradients, same);
     }
-    track.sequence.clear();
     if (same == 0) {
       std::fill(track.forward_at.begin(), track.forward_at.end(), kNever);
       std::fill(track.gradient_at.begin(), track.gradient_at.end(), kNever);
@@ -128,7 +121,7 @@ class Dispatcher : public Admission {
     std::copy_n(track.stages.begin() + stages * same, stages, stage_.begin());
     std::copy_n(track.ranks.begin() + ranks * same, ranks, rank_.begin());
     now_ = track.moments[same];
-    if (keeps_sequence_) track.sequence.assign(like->sequence.begin(), like->sequence.begin() + now_.done);
+    if (track.keeps_sequence) track.sequence.assign(like->sequence.begin(), like->sequence.begin() + now_.done);
     std::copy_n(like->forward_at.begin(), stages * same, track.forward_at.begin());
     std::copy_n(like->gradient_at.begin(), stages * same, track.gradient_at.begin());
     std::fill(track.forward_at.begin() + stages * same, track.forward_at.end(), kNever);
@@ -160,7 +153,7 @@ class Dispatcher : public Admission {
 
   // kLinear: stage s is on rank s, which the search runs most; its one stage a rank is then known to the compiler.
   template <bool kLinear, bool kPieces>
-  i64 dispatch(Track& track, i64 give_up, std::vector<std::vector<Chosen>>* orders) {
+  i64 dispatch(Track& track, i64 give_up) {
     const Rule rule = *track.rule;
     const int ranks = machine_.ranks, all = machine_.stages * count_ * (machine_.split ? 3 : 2);
     while (now_.done < all) {
@@ -180,8 +173,7 @@ class Dispatcher : public Admission {
         continue;
       }
       const i64 end = start<kLinear, kPieces>(track, rule, r, time, chosen);
-      if (orders) (*orders)[r].push_back(chosen);
-      if (keeps_sequence_) track.sequence.push_back(chosen);
+      if (track.keeps_sequence) track.sequence.push_back(chosen);
       mine.worked += end - time;
       if (end + work_[r] - mine.worked + tail_[r] >= give_up) return kNever;
       now_.makespan = std::max(now_.makespan, end);
@@ -339,7 +331,7 @@ class Dispatcher : public Admission {
     theirs.wake = std::min(theirs.wake, std::max(at, theirs.free_at));
   }
 
-  bool keeps_sequence_, linear_ = true;
+  bool linear_ = true;
   int count_ = 0;
   Moment now_{};
   std::vector<i64> work_, tail_;     // [rank]: of all positions; the way back from it of the last gradient

@@ -1,5 +1,4 @@
 // Instructions of pipeline ranks as rows of integers: made from a schedule, and written as JSON.
-// Twins: executor/instructions.py (`lower_schedule`) and executor/wire.py (`_instructions_text`).
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Proof that the ranks of one replica cannot hang, of their instructions as rows of integers. Twin: executor/proof.py,
-// which also says what is wrong.
+// Proof that the ranks of one replica cannot hang, of their instructions as rows of integers. executor/proof.py says what
+// is wrong with those that can.
 #pragma once
 
 #include <algorithm>

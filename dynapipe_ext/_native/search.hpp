@@ -1,7 +1,5 @@
 // Joint search: where the ordered items are cut into micro-batches, which replica runs each, in what order, recomputing
 // what, dispatched by which rule.
-//
-// Twin: schedules/search/joint.py.
 #pragma once
 
 #include <memory>
@@ -36,15 +34,16 @@ class Search {
   // `spread` / Disturbances::kScale.
   Search(Costs costs, Machine machine, std::vector<Rule> rules, bool equal_counts, SharedCores cores, i64 spread, i64 most)
       : costs_(costs), cores_(cores), stride_(static_cast<std::size_t>(kFields) * machine.stages), rules_(std::move(rules)),
-        equal_counts_(equal_counts), dispatcher_(std::move(machine), spread > 0), disturbances_(dispatcher_.machine(), spread), most_(most) {
+        equal_counts_(equal_counts), dispatcher_(std::move(machine)), disturbances_(dispatcher_.machine(), spread), most_(most) {
     ways_.resize(static_cast<std::size_t>(costs_.kinds) * costs_.shapes);
   }
 
   // Makespan of one replica of a state, see Dispatcher::run; where times are disturbed, their mean unless it gives up.
-  i64 run(const State& state, int d, i64 give_up, std::vector<std::vector<Chosen>>* orders, Track& track, const Track* like) {
+  i64 run(const State& state, int d, i64 give_up, Track& track, const Track* like) {
     if (!prepare(state, d, track)) return kNever;
-    if (!disturbances_.any()) return dispatcher_.run(track, like, give_up, orders);
-    const i64 found = dispatcher_.run(track, like, std::min(give_up, most_ + 1), orders);
+    if (!disturbances_.any()) return dispatcher_.run(track, like, give_up);
+    track.keeps_sequence = true;
+    const i64 found = dispatcher_.run(track, like, std::min(give_up, most_ + 1));
     return found < kNever && !track.records.empty() ? disturbances_.mean(track) : found;
   }
 
@@ -57,7 +56,7 @@ class Search {
     for (const auto& order : starts) {
       state.groups[d] = order;
       for (state.rule[d] = 0; state.rule[d] < static_cast<int>(rules_.size()); ++state.rule[d]) {
-        const i64 found = run(state, d, least, nullptr, track, nullptr);
+        const i64 found = run(state, d, least, track, nullptr);
         if (found < least) {
           least = found;
           best = order;
@@ -91,7 +90,7 @@ class Search {
     }
     tracks_.resize(replicas);
     trials_.resize(replicas);
-    for (int d = 0; d < replicas; ++d) run(state_, d, kNever, nullptr, tracks_[d], nullptr);
+    for (int d = 0; d < replicas; ++d) run(state_, d, kNever, tracks_[d], nullptr);
     begins_at_.assign(costs_.items + 1, -1);
     ends_at_.assign(costs_.items + 1, -1);
     owner_.assign(state_.cuts.size(), -1);
@@ -116,7 +115,7 @@ class Search {
         const int d = saved.replica;
         i64 room = room_beside(most, sum, allowed);
         if (groups_before_.size() == 1) room = std::min(room, saved.makespan + walk.allowance(saved.makespan, step));
-        const i64 found = run(state_, d, room + 1, nullptr, trials_[d], &tracks_[d]);
+        const i64 found = run(state_, d, room + 1, trials_[d], &tracks_[d]);
         taken = found <= room;
         makespans_.set(d, found);
         most = std::max(most, found);

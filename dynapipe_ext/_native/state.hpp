@@ -1,6 +1,4 @@
 // What a search changes: cuts of items, their replicas and orders, and how long those take.
-//
-// Twin: `SearchState` and `Walk` in schedules/search/problem.py, `_Random` in schedules/search/joint.py.
 #pragma once
 
 #include "track.hpp"

@@ -60,7 +60,8 @@ struct Track {
   const Rule* rule = nullptr;
   std::vector<i64> forward_at, gradient_at;  // [position][stage]: when the input arrives; kNever: not known yet
   std::vector<std::vector<Chosen>> weights;  // [rank]: W's in the order in which they became ready
-  std::vector<Chosen> sequence;              // all actions as they started, where the dispatcher keeps them
+  bool keeps_sequence = false;
+  std::vector<Chosen> sequence;              // all actions as they started, if they are kept
   // States as each position is about to enter stage 0.
   std::vector<StageState> stages;            // [position][stage]
   std::vector<RankState> ranks;              // [position][rank]
