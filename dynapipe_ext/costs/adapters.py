@@ -10,7 +10,7 @@ from dynapipe_ext.batch.topology import Topology, ZeroStage, refuse_half_layers
 from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjusted, frozen_weights
 from dynapipe_ext.costs.model import CostModel, IntArray
-from dynapipe_ext.costs.states import ADAM_MOMENTS, BYTES_PER_PARAMETER, StateRecipe, parameters_per_stage, state_bytes
+from dynapipe_ext.costs.states import ADAM_MOMENTS, BYTES_PER_PARAMETER, StateRecipe, count_parameters, state_bytes
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.settings.tables import LoraSettings
 
@@ -43,13 +43,12 @@ def adapter_costs(
     refuse_spread(topology, "a model with adapters")
     layers = _layers(architecture, topology)
     trained = layers * lora.num_weights_a_block
-    frozen = np.array(parameters_per_stage(architecture, topology), np.int64)
     static = state_bytes(
         trained,
         recipe,
         zero_stage=zero_stage,
         dp=topology.dp,
-        frozen_parameters=frozen,
+        frozen_parameters=count_parameters(architecture, topology).total,
         exact_sums=exact_sums,
         offload=base.facts.offload,
         num_moments=num_moments,

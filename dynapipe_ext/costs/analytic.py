@@ -46,14 +46,12 @@ from dynapipe_ext.costs.model import (
 from dynapipe_ext.costs.pieces import CarriedPositions
 from dynapipe_ext.costs.states import (
     ADAM_MOMENTS,
-    BYTES_PER_PARAMETER,
     StateBytes,
     StateRecipe,
+    States,
     check_states,
     checked_topology,
-    largest_layers,
-    rows_on_rank,
-    states_of_stages,
+    count_states,
 )
 from dynapipe_ext.errors import ConfigError, PlanError, check_integer, settle_field_types, short
 from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
@@ -411,7 +409,7 @@ class AnalyticCosts:
             backward_ns=overhead_ns + self._ns(2 * forward + again, taxed=True),
             weight_ns=self._ns(np.where(full, 0, matmul - is_sliced * head)),
             stored_bytes=self._as_measured(stored, has_head * head_bytes, full),
-            working_bytes=np.maximum(working, has_head * head_working) + self._unsharded_bytes()[:, None],
+            working_bytes=np.maximum(working, has_head * head_working) + self._states.buffers[:, None],
             transfer_ns=links.transfer_ns(self.topology, sent),
             transfer_bytes=sent,
             static_bytes=self.static_bytes(),
@@ -528,24 +526,26 @@ class AnalyticCosts:
     def _zero_stage(self) -> int:
         return max(self.zero_stage, int(self.distributed_optimizer))
 
+    @property
+    def _states(self) -> States:
+        return count_states(
+            self.architecture,
+            self.topology,
+            self._recipe,
+            zero_stage=self._zero_stage,
+            offload=self.offload,
+            ep=self.ep,
+            exact_sums=self.exact_sums,
+            num_moments=self.num_moments,
+        )
+
     def static_parts(self) -> StateBytes:
-        """Weights, gradients and optimizer states of one rank of every stage."""
-        options = (self._recipe, self._zero_stage, self.exact_sums, self.offload, self.num_moments)
-        return states_of_stages(self.architecture, self.topology, self.ep, *options)
+        """Return weights, gradients and optimizer states of one rank of every stage."""
+        return self._states.device
 
     def static_bytes(self) -> IntArray:
-        """The sum of `static_parts`."""
-        return self.static_parts().total
-
-    def _unsharded_bytes(self) -> IntArray:
-        """What ZeRO holds whole while it uses it: of every stage's largest unit, gradients and (stage 3) weights."""
-        stages = np.zeros(self.num_stages, np.int64)
-        if self._zero_stage >= 2 and (self.topology.dp > 1 or self.offload != "none"):
-            stages = largest_layers(self.architecture, self.topology, self.ep)
-            for held in self.topology.embedding_stages, self.topology.head_stages:
-                stages[held] = np.maximum(stages[held], rows_on_rank(self.architecture, self.topology.tp, held))
-        weights, gradients, _ = BYTES_PER_PARAMETER[self._recipe]
-        return stages * (gradients + (weights if self._zero_stage == 3 else 0))
+        """Return the sum of `static_parts`."""
+        return self._states.device.total
 
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}

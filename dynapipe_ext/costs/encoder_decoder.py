@@ -19,7 +19,6 @@ from dynapipe_ext.costs.floor import Floor
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage, stage_layers
 from dynapipe_ext.costs.links import Link, Links
-from dynapipe_ext.costs.memory import states
 from dynapipe_ext.costs.model import (
     UNCOUNTED_TAX,
     IntArray,
@@ -36,7 +35,7 @@ from dynapipe_ext.costs.model import (
     topology_to_json,
     within_layers,
 )
-from dynapipe_ext.costs.states import StateRecipe
+from dynapipe_ext.costs.states import StateRecipe, count_states
 from dynapipe_ext.errors import ConfigError, check_integer, settle_field_types
 from dynapipe_ext.models.architecture import Architecture
 
@@ -388,14 +387,8 @@ class EncoderDecoderRunCosts:
 
     def static_bytes(self) -> IntArray:
         recipe: StateRecipe = "fp32" if self.param_bytes == 4 else "megatron"
-        held = states(
-            self.architecture,
-            self.topology,
-            vocab_size=self.architecture.vocab_size,
-            recipe=recipe,
-            zero_stage=int(self.distributed_optimizer),
-            exact_sums=self.exact_sums,
-        )
+        zero_stage = int(self.distributed_optimizer)
+        held = count_states(self.architecture, self.topology, recipe, zero_stage=zero_stage, exact_sums=self.exact_sums)
         return held.device.total
 
     def _in_run(

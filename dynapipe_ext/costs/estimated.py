@@ -18,7 +18,6 @@ from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.floor import Floor
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.links import Link, Links
-from dynapipe_ext.costs.memory import States, states
 from dynapipe_ext.costs.model import (
     IntArray,
     MicroBatchCosts,
@@ -30,7 +29,7 @@ from dynapipe_ext.costs.model import (
     refuse_carried,
 )
 from dynapipe_ext.costs.pieces import CarriedPositions
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, States, count_states
 from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
@@ -353,11 +352,10 @@ def estimated_costs(
     """Costs under a strategy. Errors: ConfigError for sizes that do not divide over it."""
     topology = strategy.weight_topology
     tp = topology.tp
-    held = states(
-        architecture,
+    held = count_states(
+        architecture.padded(tp),
         topology,
-        vocab_size=architecture.padded(tp).vocab_size,
-        recipe=recipe,
+        recipe,
         zero_stage=strategy.zero_stage,
         offload=strategy.offload,
         ep=strategy.ep,

@@ -24,10 +24,9 @@ from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import SLICED_HEAD, LayerKind
 from dynapipe_ext.costs.measured_blocks import BlockTimes
 from dynapipe_ext.costs.measuring_time import MeasuringTime
-from dynapipe_ext.costs.memory import stage_parameters
 from dynapipe_ext.costs.packed_rows import PackedLayer
 from dynapipe_ext.costs.pieces import MeasurePieces, PieceSurcharge, PieceSurcharges, SampleInPieces
-from dynapipe_ext.costs.states import parameters_per_stage
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.costs.surface import (
     PARTS,
     QUANTITIES,
@@ -473,10 +472,9 @@ def parameter_counts(a: Architecture, tp: int) -> dict[str, int]:
     """Parameters on one tensor-parallel rank, under the names that `parameters_by_stage` knows."""
 
     def of_one_stage(more: int = 0, more_decoder: int = 0) -> int:
-        if not a.num_decoder_layers:
-            return parameters_per_stage(replace(a, num_layers=1 + more), Topology(tp=tp))[0]
-        pair = replace(a, num_layers=1 + more, num_decoder_layers=1 + more_decoder)
-        return int(stage_parameters(pair, Topology(tp=tp)).total[0])
+        of_decoder = 1 + more_decoder if a.num_decoder_layers else 0
+        counted = replace(a, num_layers=1 + more, num_decoder_layers=of_decoder)
+        return int(count_parameters(counted, Topology(tp=tp)).total[0])
 
     least = of_one_stage()
     layers = {"encoder": of_one_stage(more=1) - least}

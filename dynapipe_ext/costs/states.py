@@ -1,5 +1,5 @@
-"""Parameters of the stages of a decoder-only model, and bytes of weights, gradients and optimizer states of one rank
-under ZeRO: what its device holds before any micro-batch.
+"""Parameters of every stage of a model, and bytes of weights, gradients and optimizer states of one rank under ZeRO:
+what a rank holds before any micro-batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dynapipe_ext.batch.topology import OFFLOADS, ZERO_STAGES, Offload, Topology
+from dynapipe_ext.batch.topology import OFFLOADS, ZERO_STAGES, Offload, Topology, refuse_half_layers
+from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.grid import IntArray
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
@@ -70,32 +71,32 @@ def state_bytes(
     *,
     zero_stage: int = 0,
     dp: int = 1,
-    gathered_parameters: int | IntArray = 0,
     frozen_parameters: int | IntArray = 0,
     exact_sums: bool = False,
     offload: Offload = "none",
     num_moments: int = ADAM_MOMENTS,
 ) -> StateBytes:
-    """States on the device of one rank with `parameters` in all (of every stage, if an array) and `dp` replicas.
+    """Return the states on the device of one rank with `parameters` in all (per stage, if an array) and `dp` replicas.
 
     ZeRO stage 1 divides the optimizer over replicas, 2 gradients too, 3 weights too (Rajbhandari et al. 2020, fig. 1);
     Megatron's distributed optimizer is stage 1. Shares are rounded up. DeepSpeed's stage 2 frees no gradient memory at
     its peak, so its estimator counts 4 + 16 / dp; its stage 3 keeps 16-bit gradients of the gathered layer only, 18 /
-    dp. At stage 3 the weights and gradients of `gathered_parameters`, those whole while one layer runs, come on top;
-    `frozen_parameters` beside the others are weights alone; `exact_sums` of gradients come on top of these, whole.
-    `num_moments` an optimizer keeps of each parameter.
+    dp. `frozen_parameters` are weights only. `exact_sums` of gradients come on top, undivided. An optimizer
+    keeps `num_moments` of each parameter.
 
-    What is offloaded lies on the host (Ren et al. 2021, sec. 4). "optimizer" moves optimizer states and, from stage 2
-    on, gradients as they are reduced; "weights" (ZeRO-Infinity, stage 3) moves weights; "all" moves both. What is
-    gathered is on the device all the same. Errors: ConfigError.
+    What is offloaded is on the host (Ren et al. 2021, sec. 4). "optimizer" moves optimizer states and, from stage 2
+    on, gradients as they are reduced; "weights" (ZeRO-Infinity, stage 3) moves weights; "all" moves both.
+    Raises ConfigError.
 
     >>> [int(state_bytes(24, recipe="mixed", zero_stage=stage, dp=24).total[0]) for stage in ZERO_STAGES]
     [384, 108, 62, 16]
     """
     check_states(recipe, zero_stage, offload)
-    count = np.atleast_1d(np.asarray(parameters, np.int64))
-    gathered, frozen = (np.asarray(number, np.int64) for number in (gathered_parameters, frozen_parameters))
-    _check_counts(dp, count, gathered)
+    count, frozen = np.atleast_1d(np.asarray(parameters, np.int64)), np.asarray(frozen_parameters, np.int64)
+    if dp < 1:
+        raise ConfigError(f"states are divided over dp {dp}: give at least 1")
+    if (count < 0).any():
+        raise ConfigError(f"parameters {count.min()} cannot be negative")
     per_weight, per_gradient, per_optimizer = BYTES_PER_PARAMETER[recipe]
     per_optimizer += MOMENT_BYTES * (num_moments - ADAM_MOMENTS)
 
@@ -103,24 +104,16 @@ def state_bytes(
         result: IntArray = -(-num_bytes // dp) if divided else num_bytes
         return result
 
-    whole_at_once = gathered if zero_stage == 3 else 0 * gathered
     moves_optimizer, moves_weights = offload in ("optimizer", "all"), offload in ("weights", "all")
     weights = share((count + frozen) * per_weight, divided=zero_stage == 3)
     gradients = share(count * per_gradient, divided=zero_stage >= (3 if recipe == "deepspeed" else 2))
     if (recipe == "deepspeed" and zero_stage == 3) or (moves_optimizer and zero_stage >= 2):
         gradients = 0 * count
     return StateBytes(
-        weights=weights * (not moves_weights) + whole_at_once * per_weight,
-        gradients=gradients + whole_at_once * per_gradient + EXACT_SUM_BYTES * exact_sums * count,
+        weights=weights * (not moves_weights),
+        gradients=gradients + EXACT_SUM_BYTES * exact_sums * count,
         optimizer=share(count * per_optimizer, divided=zero_stage >= 1) * (not moves_optimizer),
     )
-
-
-def _check_counts(dp: int, parameters: IntArray, gathered: IntArray) -> None:
-    if dp < 1:
-        raise ConfigError(f"states are divided over dp {dp}: give at least 1")
-    if (parameters < 0).any() or (gathered < 0).any():
-        raise ConfigError(f"parameters {parameters.min()} or gathered parameters {gathered.min()} cannot be negative")
 
 
 def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topology:
@@ -162,16 +155,96 @@ def refused_tie() -> ConfigError:
     )
 
 
-def attention_parameters(a: Architecture, tp: int) -> int:
-    """Parameters on one rank of a layer's attention, with its half of the norms."""
+@dataclass(frozen=True, slots=True)
+class StageParameters:
+    """Parameters on one tensor parallel rank of every stage, arrays of shape (S,): `common` on every replica, `experts`
+    on the replicas that hold the same ones, and the largest unit (a layer or half of one, an embedding), which ZeRO
+    gathers in full.
+    """
+
+    common: IntArray
+    experts: IntArray
+    largest_unit: IntArray
+
+    @property
+    def total(self) -> IntArray:
+        return self.common + self.experts
+
+
+@lru_cache(maxsize=64)
+def count_parameters(a: Architecture, topology: Topology, ep: int = 1) -> StageParameters:
+    """Count the parameters of every stage, as Megatron lays them out, with the vocabulary as it is (`padded`).
+
+    Tensor parallel ranks divide matrices (experts' too), the biases of qkv and fc1, embedding and LM head. Each has a
+    copy of norms, routers, the biases of proj and fc2, and positions. `ep` replicas share the experts. The last stage
+    has a copy of a tied head, unless its rank has the embedding or the same part of it. In T5 the first stage of the
+    decoder has a copy of the embedding, and each side's position biases are on every stage with layers of that side.
+    Raises ConfigError for sizes that tensor or expert parallelism does not divide.
+
+    >>> gpt2 = Architecture.gpt(
+    ...     num_layers=12, hidden_size=768, num_heads=12, num_query_groups=12, ffn_hidden_size=3072, gated_mlp=False,
+    ...     vocab_size=50257, max_seq_len=1024, tied_embeddings=True,
+    ... )
+    >>> count_parameters(gpt2, Topology()).total.tolist()
+    [124439808]
+    """
+    if a.num_decoder_layers:
+        refuse_spread(topology, "a model with a decoder side")
+        refuse_half_layers(topology.layers_per_stage, "an encoder-decoder")
+    else:
+        checked_topology(a, topology, ep)
+    topology = topology.with_layers(a.total_layers)
+    common, experts, largest_unit = _count_layers(a, topology, ep)
+    embeddings, heads, ranks = topology.embedding_stages, topology.head_stages, topology.stage_ranks
+    with_embedding = {*embeddings}
+    if a.num_decoder_layers:
+        ends = np.cumsum(topology.layers_per_stage)
+        common[np.searchsorted(ends, a.num_layers)] += a.hidden_size  # the encoder's final norm
+        with_embedding |= {int(np.searchsorted(ends, a.num_layers, side="right"))}
+    with_copy = {*heads}
+    if a.tied_embeddings:
+        shares_weight = topology.vocabulary != "whole" or ranks[-1] == ranks[0]
+        with_copy = set() if shares_weight else {*heads} - with_embedding
+    for readers, holders, parts in ((with_embedding, with_embedding, embeddings), ({*heads}, with_copy, heads)):
+        part = a.vocab_size * a.hidden_size // topology.tp // len(parts)
+        common[[*holders]] += part
+        largest_unit[[*readers]] = np.maximum(largest_unit[[*readers]], part)
+    common[embeddings[-1]] += a.max_seq_len * a.hidden_size if a.position == "learned" else 0
+    common[heads[0]] += a.hidden_size * (2 if a.norm == "layernorm" else 1)
+    return StageParameters(common, experts, largest_unit)
+
+
+def _count_layers(a: Architecture, topology: Topology, ep: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Count the parameters of every stage's layers as `StageParameters` has them."""
+    common, experts, largest_unit = np.zeros((3, topology.num_stages), np.int64)
+    stages = topology.stage_layers
+    halves = ([s.attention for s in stages], [s.mlp for s in stages], [s.held for s in stages])
+    for (kind, attentions), (_, mlps), (_, held) in zip(*(kinds_of_ranges(a, of) for of in halves), strict=True):
+        attention, (mlp, routed) = _attention_parameters(kind, topology.tp), _mlp_parameters(kind, topology.tp, ep)
+        common += attention * np.array(attentions) + mlp * np.array(mlps)
+        experts += routed * np.array(mlps)
+        unit = attention + mlp + (routed if topology.dp > ep else 0)
+        largest_unit = np.maximum(largest_unit, unit * (np.array(held) > 0))
+    if a.num_decoder_layers:
+        num_encoder = np.array(held)
+        num_decoder = np.array([len(stage.held) for stage in stages]) - num_encoder
+        layer = attention + mlp + a.hidden_size * (1 + 4 * a.query_size // topology.tp)  # cross-attention and its norm
+        biases = a.relative_buckets * a.num_heads
+        common += layer * num_decoder + biases * ((num_encoder > 0) * 1 + (num_decoder > 0))
+        largest_unit = np.maximum(largest_unit, layer * (num_decoder > 0))
+    return common, experts, largest_unit
+
+
+def _attention_parameters(a: Architecture, tp: int) -> int:
+    """Count the parameters on one rank of a layer's attention, with its half of the norms."""
     qk_norms = sum(a.qk_norm_sizes) // (tp if a.qk_norm_whole else 1)
     biases = int(a.qkv_bias) * (a.query_size + 2 * a.kv_size) // tp + int(a.attention_output_bias) * a.hidden_size
     sinks = int(a.attention_sinks) * a.num_heads // tp
     return a.norm_parameters // 2 + qk_norms + a.attention_parameters // tp + biases + sinks
 
 
-def mlp_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
-    """Parameters on one rank of a layer's MLP, with its half of the norms: those of every replica, and experts'."""
+def _mlp_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
+    """Count the parameters on one rank of a layer's MLP, with its half of the norms: common ones, and experts'."""
     h, norms = a.hidden_size, a.norm_parameters // 2
     mlp = a.mlp_parameters // tp + int(a.mlp_bias) * (a.fc1_size // tp + h)
     if not a.num_experts:
@@ -181,76 +254,53 @@ def mlp_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
     return norms + router + shared, a.num_experts // ep * mlp
 
 
-def layer_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
-    """Parameters on one rank of one layer of a model of equal ones: those of every replica, and those of experts."""
-    common, experts = mlp_parameters(a, tp, ep)
-    return attention_parameters(a, tp) + common, experts
-
-
-def largest_layers(a: Architecture, topology: Topology, ep: int) -> IntArray:
-    """Shape (stages,): parameters of a stage's largest layer on one rank that are divided over replicas. Half a layer
-    counts as a layer."""
-    stages: IntArray = np.zeros(topology.num_stages, np.int64)
-    held = [stage.held for stage in topology.with_layers(a.num_layers).stage_layers]
-    for kind, counts in kinds_of_ranges(a, held):
-        common, experts = layer_parameters(kind, topology.tp, ep)
-        unit = common + (experts if topology.dp > ep else 0)
-        stages = np.maximum(stages, np.where(np.array(counts) > 0, unit, 0))
-    return stages
-
-
-def replica_and_expert_parameters(a: Architecture, topology: Topology, ep: int) -> IntArray:
-    """Shape (2, stages): parameters of one rank that every replica has, and those of experts."""
-    topology = checked_topology(a, topology, ep)
-    h, embeddings, heads = a.hidden_size, topology.embedding_stages, topology.head_stages
-    stages: IntArray = np.zeros((2, topology.num_stages), np.int64)
-    for kind, counts in kinds_of_ranges(a, [stage.attention for stage in topology.stage_layers]):
-        stages[0] += attention_parameters(kind, topology.tp) * np.array(counts)
-    for kind, counts in kinds_of_ranges(a, [stage.mlp for stage in topology.stage_layers]):
-        stages += np.outer(mlp_parameters(kind, topology.tp, ep), counts)
-    stages[0, embeddings] += rows_on_rank(a, topology.tp, embeddings)
-    stages[0, embeddings[-1]] += a.max_seq_len * h if a.position == "learned" else 0
-    stages[0, heads[0]] += h * (2 if a.norm == "layernorm" else 1)
-    if not a.tied_embeddings or (topology.num_stages > 1 and topology.vocabulary == "whole"):
-        stages[0, heads] += rows_on_rank(a, topology.tp, heads)
-    return stages
-
-
-def rows_on_rank(a: Architecture, tp: int, stages: range) -> int:
-    """Parameters on one rank of an embedding or a head that is divided over these stages."""
-    return a.vocab_size * a.hidden_size // tp // len(stages)
-
-
-def parameters_per_stage(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
-    """Parameters of one tensor-parallel rank of every stage, the vocabulary as it is (see `Architecture.padded`).
-
-    Sharded over TP: matrices (experts' too), the biases of qkv and fc1, embedding and LM head. Copied: norms, routers,
-    the biases of proj and fc2, position embeddings. The LM head of tied embeddings is a copy on the last stage, none if
-    that is the first too, or if both are spread over pipeline ranks. All experts are on each rank.
-
-    >>> gpt2 = Architecture.gpt(
-    ...     num_layers=12, hidden_size=768, num_heads=12, num_query_groups=12, ffn_hidden_size=3072, gated_mlp=False,
-    ...     vocab_size=50257, max_seq_len=1024, tied_embeddings=True,
-    ... )
-    >>> parameters_per_stage(gpt2, Topology())
-    (124439808,)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes of one rank of every stage before any micro-batch, arrays of shape (S,). `buffers`: full units that ZeRO
+    gathers and reduces during use. `host`: bytes on the host. `moved`: bytes over the host's link per step.
     """
-    return tuple(int(n) for n in replica_and_expert_parameters(architecture, topology, 1).sum(axis=0))
+
+    device: StateBytes
+    buffers: IntArray
+    host: IntArray
+    moved: IntArray
+    parameters: StageParameters
 
 
 @lru_cache(maxsize=64)  # every price of a micro-batch asks for it
-def states_of_stages(
-    architecture: Architecture,
+def count_states(
+    a: Architecture,
     topology: Topology,
-    ep: int,
     recipe: StateRecipe,
-    zero_stage: int,
-    exact_sums: bool,
-    offload: Offload,
-    num_moments: int,
-) -> StateBytes:
-    """`state_bytes` of one rank of every stage: experts' states are divided over the replicas that hold the same."""
-    common, experts = replica_and_expert_parameters(architecture, topology, ep)
-    dp = topology.dp
-    options: Any = {"zero_stage": zero_stage, "exact_sums": exact_sums, "offload": offload, "num_moments": num_moments}
-    return state_bytes(common, recipe, dp=dp, **options) + state_bytes(experts, recipe, dp=dp // ep, **options)
+    *,
+    zero_stage: int = 0,
+    offload: Offload = "none",
+    ep: int = 1,
+    exact_sums: bool = False,
+    num_moments: int = ADAM_MOMENTS,
+) -> States:
+    """Count states under ZeRO and offload by `state_bytes`; the replicas that hold the same experts divide theirs.
+
+    In each step offloaded gradients move to the host and updated weights move back. Offloaded weights also move to the
+    device for every forward and backward; here they count once for each. Raises ConfigError for an offload that the
+    ZeRO stage does not have.
+    """
+    count, dp = count_parameters(a, topology, ep), topology.dp
+
+    def on_device(offload: Offload) -> StateBytes:
+        options: Any = {"zero_stage": zero_stage, "offload": offload}
+        options |= {"exact_sums": exact_sums, "num_moments": num_moments}
+        common = state_bytes(count.common, recipe, dp=dp, **options)
+        return common + state_bytes(count.experts, recipe, dp=dp // ep, **options)
+
+    device, undivided = on_device(offload), on_device("none")
+    per_weight, per_gradient, _ = BYTES_PER_PARAMETER[recipe]
+    buffers = moved = np.zeros_like(count.common)
+    if zero_stage >= 2 and (dp > 1 or offload != "none"):
+        buffers = count.largest_unit * (per_gradient + (per_weight if zero_stage == 3 else 0))
+    if offload in ("optimizer", "all"):
+        shares = -(-count.common // dp) + -(-count.experts // (dp // ep)) if zero_stage else count.total
+        moved = shares * (per_weight + per_gradient)
+    if offload in ("weights", "all"):
+        moved = moved + 2 * undivided.weights
+    return States(device=device, buffers=buffers, host=undivided.total - device.total, moved=moved, parameters=count)

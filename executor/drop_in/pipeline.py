@@ -13,7 +13,7 @@ from dynapipe_ext.batch.micro_batches import Recompute
 from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel, as_cost_model
-from dynapipe_ext.costs.states import replica_and_expert_parameters
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import device_bytes, gather_json
@@ -251,7 +251,7 @@ def counted_architecture(model: Any, config: Any) -> Architecture | None:
 
 def _has_counted_parameters(costs: AnalyticCosts, num_parameters: Sequence[int]) -> bool:
     """Whether the stages were built with about as many as were counted: else layers are of kinds that were not."""
-    counted = replica_and_expert_parameters(costs.architecture, costs.topology, costs.ep).sum(axis=0).tolist()
+    counted = count_parameters(costs.architecture, costs.topology, costs.ep).total.tolist()
     return all(abs(one - built) <= _ALIKE * built for one, built in zip(counted, num_parameters, strict=True))
 
 

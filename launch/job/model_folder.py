@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION, register_document_attention
 from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.states import parameters_per_stage
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.errors import ConfigError, DataError, format_bytes, install_advice, reason
 from dynapipe_ext.executor.free_memory import Room, usable_bytes
 from dynapipe_ext.launch.job.configured import idle_bytes
@@ -118,7 +118,7 @@ def adapters_line(config: TrainConfig) -> str:
     lora, described = config.lora, config.model.described
     if not lora.enabled or described is None:
         return ""
-    (frozen,) = parameters_per_stage(described, Topology())
+    (frozen,) = count_parameters(described, Topology()).total.tolist()
     trained = described.num_layers * lora.num_weights_a_block
     beside = ", ".join(layer.name.rpartition(".")[2] for layer in lora.described or ())
     share = percent(trained / (trained + frozen))

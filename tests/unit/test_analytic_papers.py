@@ -9,7 +9,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.states import parameters_per_stage, replica_and_expert_parameters
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 
@@ -68,13 +68,13 @@ def bare(shape: Architecture, topology: Topology | None = None, **more: Any) -> 
 def test_parameters_are_those_of_narayanan_et_al_table_1(
     num_heads: int, hidden_size: int, num_layers: int, billions: float
 ) -> None:
-    (count,) = parameters_per_stage(gpt(num_layers, hidden_size, num_heads), Topology())
+    (count,) = count_parameters(gpt(num_layers, hidden_size, num_heads), Topology()).total
     assert round(count / 1e9, 1) == billions
 
 
 def test_gpt_3_has_174_6_billion_parameters_and_mixtral_46_7() -> None:
-    assert parameters_per_stage(GPT3, Topology()) == (174_615_846_912,)
-    assert parameters_per_stage(MIXTRAL, Topology()) == (46_702_792_704,)
+    assert count_parameters(GPT3, Topology()).total == (174_615_846_912,)
+    assert count_parameters(MIXTRAL, Topology()).total == (46_702_792_704,)
 
 
 @pytest.mark.parametrize(("shape", "scores"), [(GPT3, 80), (MT_NLG, 64), (GPT_22B, 320 / 3)])
@@ -160,7 +160,7 @@ def test_a_capacity_is_what_experts_compute_whether_tokens_fill_it_or_not() -> N
 
 def test_expert_parallel_ranks_hold_their_share_of_experts_and_divide_states_over_the_copies_left() -> None:
     experts = 32 * 8 * 3 * 4096 * 14336
-    one, eight = (int(replica_and_expert_parameters(MIXTRAL, Topology(dp=8), ep).sum()) for ep in (1, 8))
+    one, eight = (int(count_parameters(MIXTRAL, Topology(dp=8), ep).total.sum()) for ep in (1, 8))
     assert one - eight == experts * 7 // 8
     model = AnalyticCosts(MIXTRAL, Topology(dp=8), ep=4, zero_stage=1)
     rest = 46_702_792_704 - experts

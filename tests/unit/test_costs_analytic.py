@@ -15,7 +15,7 @@ from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts, MeasuredAdapters
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.states import parameters_per_stage
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.settings.tables import LinearLayer, LoraSettings
@@ -79,26 +79,26 @@ def padded(rows: int, length: int, **more: Any) -> MicroBatch:
     ("shape", "published"), [(GPT2, 124_439_808), (LLAMA2_7B, 6_738_415_616), (LLAMA2_70B, 68_976_648_192)]
 )
 def test_parameters_equal_the_published_counts(shape: Architecture, published: int) -> None:
-    assert parameters_per_stage(shape, Topology()) == (published,)
+    assert count_parameters(shape, Topology()).total == (published,)
 
 
 def test_pipeline_stages_add_up_to_the_model_and_tied_embeddings_add_one_copy() -> None:
-    assert sum(parameters_per_stage(LLAMA2_70B, Topology(pp=8))) == 68_976_648_192
-    assert sum(parameters_per_stage(GPT2, Topology(pp=4))) == 124_439_808 + 50257 * 768
+    assert sum(count_parameters(LLAMA2_70B, Topology(pp=8)).total) == 68_976_648_192
+    assert sum(count_parameters(GPT2, Topology(pp=4)).total) == 124_439_808 + 50257 * 768
 
 
 def test_tensor_parallel_ranks_copy_norms_late_biases_and_positions_only() -> None:
     shape = replace(GPT2, vocab_size=50304)
-    one, two = (sum(parameters_per_stage(shape, Topology(tp=tp))) for tp in (1, 2))
+    one, two = (sum(count_parameters(shape, Topology(tp=tp)).total) for tp in (1, 2))
     copied = 12 * (4 * 768 + 2 * 768) + 2 * 768 + 1024 * 768
     assert 2 * two - one == copied
 
 
 def test_uneven_stages_hold_their_own_layers() -> None:
-    counts = parameters_per_stage(SMALL, Topology(pp=3, layers_per_stage=(2, 1, 1)))
-    layer = parameters_per_stage(replace(SMALL, num_layers=5), Topology())[0]
-    layer -= parameters_per_stage(SMALL, Topology())[0]
-    assert counts == (2 * layer + 512 * 64 + 128 * 64, layer, layer + 2 * 64 + 512 * 64)
+    counts = count_parameters(SMALL, Topology(pp=3, layers_per_stage=(2, 1, 1))).total
+    layer = count_parameters(replace(SMALL, num_layers=5), Topology()).total[0]
+    layer -= count_parameters(SMALL, Topology()).total[0]
+    assert counts.tolist() == [2 * layer + 512 * 64 + 128 * 64, layer, layer + 2 * 64 + 512 * 64]
 
 
 def bare(shape: Architecture = SMALL, topology: Topology | None = None, **more: Any) -> AnalyticCosts:
@@ -195,7 +195,7 @@ def test_full_recomputation_needs_a_whole_layer_while_it_runs() -> None:
 
 
 def test_states_are_18_bytes_a_parameter_or_6_and_12_over_dp() -> None:
-    count = parameters_per_stage(SMALL, Topology())[0]
+    count = count_parameters(SMALL, Topology()).total[0]
     assert bare(topology=Topology(dp=4)).static_bytes().tolist() == [18 * count]
     assert bare(topology=Topology(dp=4), distributed_optimizer=True).static_bytes().tolist() == [6 * count + 3 * count]
     assert bare(param_bytes=4).static_bytes().tolist() == [16 * count]

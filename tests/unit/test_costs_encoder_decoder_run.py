@@ -12,7 +12,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.memory import stage_parameters
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of, configured_format, topology_of, variants
 from dynapipe_ext.models.architecture import Architecture
@@ -60,7 +60,7 @@ def test_dropout_and_what_w_waits_for_are_stored_but_not_where_all_is_recomputed
 def test_ranks_hold_deterministic_modes_sums_of_gradients_whole() -> None:
     costs = replace(COSTS, topology=Topology(pp=4, dp=2), distributed_optimizer=True)
     more = replace(costs, exact_sums=True).static_bytes() - costs.static_bytes()
-    assert more.tolist() == (8 * stage_parameters(T5, costs.topology).total).tolist()
+    assert more.tolist() == (8 * count_parameters(T5, costs.topology).total).tolist()
 
 
 def test_a_run_of_its_own_sizes_plans_its_pairs_with_the_messages_of_its_border() -> None:

@@ -15,8 +15,7 @@ from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, TimeCorre
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json, read_cost_file
-from dynapipe_ext.costs.memory import stage_parameters
-from dynapipe_ext.costs.states import parameters_per_stage
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
@@ -152,12 +151,12 @@ def test_plans_of_deterministic_mode_count_8_bytes_a_parameter_more() -> None:
     of_pairs = analytic_costs(pairs, architecture_of(pairs, VOCABULARY), flops_per_s=1e12, overhead_ns=0)
     table = measured_table()
     for config, costs, counted in (
-        (CONFIG, COUNTED, parameters_per_stage(COUNTED.architecture, CONFIG_TOPOLOGY)),
+        (CONFIG, COUNTED, count_parameters(COUNTED.architecture, CONFIG_TOPOLOGY).total),
         (CONFIG, table, [2 * 50 + 7, 2 * 50]),
         (
             pairs.with_values(plan={"recompute": "none"}),
             of_pairs,
-            stage_parameters(of_pairs.architecture, topology_of(pairs)).total,
+            count_parameters(of_pairs.architecture, topology_of(pairs)).total,
         ),
     ):
         found = make_planner(config.with_values(**exact), costs).costs

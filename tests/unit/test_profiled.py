@@ -24,7 +24,7 @@ from dynapipe_ext.batch.micro_batches import (
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.layers import SLICED_HEAD
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
-from dynapipe_ext.costs.states import parameters_per_stage
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.costs.surface import Measured, ModelPart, Surface, left_out_errors, next_shape
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
@@ -363,13 +363,13 @@ def test_states_are_those_of_every_stage(value_bytes: int, tied: bool) -> None:
     table = cost_table(usual(), _RANGE, shape, value_bytes=value_bytes)
     for pp in (1, 2, 4):
         topology = Topology(pp=pp)
-        expected = np.array(parameters_per_stage(shape, topology)) * (18 if value_bytes == 2 else 16)
+        expected = count_parameters(shape, topology).total * (18 if value_bytes == 2 else 16)
         assert table.over(topology)[0].static_bytes().tolist() == expected.tolist()
 
 
 def test_a_distributed_optimizer_divides_its_states_over_replicas() -> None:
     table = cost_table(usual(), _RANGE, _SHAPE, value_bytes=2, distributed_optimizer=True)
-    parameters = parameters_per_stage(_SHAPE, Topology())[0]
+    parameters = count_parameters(_SHAPE, Topology()).total[0]
     assert table.over(Topology(dp=4))[0].static_bytes().tolist() == [parameters * (6 + 12 // 4)]
 
 

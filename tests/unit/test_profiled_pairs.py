@@ -12,8 +12,8 @@ import pytest
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.layers import stage_layers
-from dynapipe_ext.costs.memory import stage_parameters
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
@@ -203,13 +203,13 @@ def test_states_are_those_of_every_stage_of_unequal_sides(topology: Topology, ti
     found = CostTable.from_json(json.loads(json.dumps(small(shape, value_bytes=2).to_json()))).over(topology)[0]
     assert found.total_layers == 7
     assert found.stage_layers() == stage_layers(shape, topology)
-    expected = stage_parameters(shape, topology).total * 18
+    expected = count_parameters(shape, topology).total * 18
     assert found.static_bytes().tolist() == expected.tolist()
 
 
 def test_parameters_are_those_of_a_tensor_parallel_rank() -> None:
     found = small(t5(), tp=2).over(Topology(tp=2, pp=4))[0]
-    expected = stage_parameters(t5(), Topology(tp=2, pp=4)).total * 16
+    expected = count_parameters(t5(), Topology(tp=2, pp=4)).total * 16
     assert found.static_bytes().tolist() == expected.tolist()
 
 

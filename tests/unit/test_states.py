@@ -11,7 +11,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ZERO_STAGES, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, parameters_per_stage, state_bytes
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, count_parameters, state_bytes
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 
@@ -55,33 +55,28 @@ def test_fp32_adam_keeps_16_bytes_without_a_master_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "gathered", "zero_stage", "dp", "gibibytes"),
-    [(2_851_000_000, 0, 2, 8, 15.93), (60_506_624, 32128 * 512, 3, 1, 1.08)],
+    ("parameters", "zero_stage", "dp", "gibibytes"), [(2_851_000_000, 2, 8, 15.93), (60_506_624, 3, 1, 1.01)]
 )
-def test_deepspeed_estimates_are_reproduced(
-    parameters: int, gathered: int, zero_stage: int, dp: int, gibibytes: float
-) -> None:
-    """What its estimators print without offloading: T5-3B on 8 ranks (4 + 16 / dp), T5-small on one (18 / dp and 4)."""
-    parts = state_bytes(parameters, "deepspeed", zero_stage=zero_stage, dp=dp, gathered_parameters=gathered)
+def test_deepspeed_estimates_are_reproduced(parameters: int, zero_stage: int, dp: int, gibibytes: float) -> None:
+    """What its estimators print without offloading: T5-3B on 8 ranks (4 + 16 / dp), T5-small on one (18 / dp), without
+    the gathered layer."""
+    parts = state_bytes(parameters, "deepspeed", zero_stage=zero_stage, dp=dp)
     assert round(parts.total[0] / 2**30, 2) == gibibytes
 
 
-@pytest.mark.parametrize("largest", [0, 32128 * 512])
 @pytest.mark.parametrize("dp", [1, 8])
-def test_deepspeed_estimates_with_offload_are_reproduced(dp: int, largest: int) -> None:
-    """Its formulas of a device's bytes: 2 a parameter at stage 2; at stage 3 4 of the layer that is gathered, and 2 /
-    dp of weights unless they are offloaded too."""
+def test_deepspeed_estimates_with_offload_are_reproduced(dp: int) -> None:
+    """Its formulas of a device's bytes: 2 per parameter at stage 2; at stage 3 2 / dp of weights unless offloaded."""
     count = 60_506_624
 
     def total(zero_stage: int, offload: Any) -> int:
-        gathered = largest if zero_stage == 3 else 0
-        options: Any = {"zero_stage": zero_stage, "dp": dp, "gathered_parameters": gathered, "offload": offload}
+        options: Any = {"zero_stage": zero_stage, "dp": dp, "offload": offload}
         return int(state_bytes(count, "deepspeed", **options).total[0])
 
     assert total(2, "optimizer") == 2 * count
-    assert total(3, "optimizer") == 4 * largest + 2 * count // dp
-    assert total(3, "all") == 4 * largest
-    assert total(3, "weights") == 4 * largest + 16 * count // dp
+    assert total(3, "optimizer") == 2 * count // dp
+    assert total(3, "all") == 0
+    assert total(3, "weights") == 16 * count // dp
     assert total(1, "optimizer") == 4 * count  # gradients stay until a step's last backward
 
 
@@ -116,7 +111,6 @@ def test_states_of_several_stages_are_those_of_each() -> None:
         ({"recipe": "adagrad"}, "'adagrad' is not known: give one of megatron"),
         ({"zero_stage": 4}, "ZeRO stage 4"),
         ({"dp": 0}, "dp 0: give at least 1"),
-        ({"gathered_parameters": -1}, "cannot be negative"),
         ({"offload": "disk"}, "offload is 'disk': give one of none, optimizer, weights, all"),
         ({"offload": "weights", "zero_stage": 2}, "'weights' moves weights, which zero_stage 2 does not divide"),
     ],
@@ -145,9 +139,8 @@ def test_zero_holds_one_layer_whole_while_it_runs_its_gradients_at_stage_2_its_w
     working = [
         AnalyticCosts(SMALL, Topology(dp=4), zero_stage=z).evaluate(one).working_bytes[0, 0] for z in ZERO_STAGES
     ]
-    layer = (
-        parameters_per_stage(replace(SMALL, num_layers=5), Topology())[0] - parameters_per_stage(SMALL, Topology())[0]
-    )
+    five, four = (count_parameters(a, Topology()).total[0] for a in (replace(SMALL, num_layers=5), SMALL))
+    layer = five - four
     assert [int(w - working[0]) for w in working] == [0, 0, 4 * layer, 6 * layer]
 
 
@@ -155,7 +148,7 @@ def test_the_analytic_model_takes_every_recipe_for_16_bit_weights() -> None:
     """Rajbhandari et al. 2020, sec. 3.1: 2 + 2 + 12 bytes where gradients stay 16-bit, beside Megatron's 2 + 4 + 12."""
     for recipe in ("megatron", "mixed", "deepspeed"):
         model = AnalyticCosts(SMALL, Topology(pp=2, dp=4), state_recipe=recipe)
-        count = np.array(parameters_per_stage(SMALL, Topology(pp=2)))
+        count = count_parameters(SMALL, Topology(pp=2)).total
         parts = model.static_parts()
         for part, width in zip(
             (parts.weights, parts.gradients, parts.optimizer), BYTES_PER_PARAMETER[recipe], strict=True
@@ -163,15 +156,14 @@ def test_the_analytic_model_takes_every_recipe_for_16_bit_weights() -> None:
             assert part.tolist() == (width * count).tolist()
     sharded = AnalyticCosts(SMALL, Topology(dp=4), state_recipe="mixed", zero_stage=2)
     one = [MicroBatch((SampleLength(0, 16),))]
-    layer = (
-        parameters_per_stage(replace(SMALL, num_layers=5), Topology())[0] - parameters_per_stage(SMALL, Topology())[0]
-    )
+    five, four = (count_parameters(a, Topology()).total[0] for a in (replace(SMALL, num_layers=5), SMALL))
+    layer = five - four
     whole = replace(sharded, zero_stage=0).evaluate(one).working_bytes
     assert int((sharded.evaluate(one).working_bytes - whole)[0, 0]) == 2 * layer  # its 16-bit gradients
 
 
 def test_four_byte_weights_are_fp32_whatever_the_recipe_and_fp32_is_no_recipe_of_16_bit_ones() -> None:
     wide = AnalyticCosts(SMALL, Topology(), param_bytes=4, state_recipe="mixed")
-    assert wide.static_bytes().tolist() == [16 * parameters_per_stage(SMALL, Topology())[0]]
+    assert wide.static_bytes().tolist() == [16 * count_parameters(SMALL, Topology()).total[0]]
     with pytest.raises(ConfigError, match=r"state_recipe is 'fp32': give megatron, mixed or deepspeed.*param_bytes 4"):
         AnalyticCosts(SMALL, Topology(), state_recipe="fp32")

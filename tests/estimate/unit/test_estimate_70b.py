@@ -12,7 +12,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.estimated import Strategy
-from dynapipe_ext.costs.memory import stage_parameters
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.tools.estimate.lengths import distribution_data
@@ -128,7 +128,7 @@ def test_zero_3_is_planned_with_its_activations_and_its_gathered_layer():
     for option in found.options:
         (stage,) = option.memory
         assert round((stage.weights + stage.gradients + stage.optimizer) / GB, 1) == 46.0
-        layer = int(stage_parameters(LLAMA, Topology()).largest_unit[0])
+        layer = int(count_parameters(LLAMA, Topology()).largest_unit[0])
         assert stage.buffers == 4 * layer  # its weights and gradients, 2 bytes each
         assert stage.activations > 0
         assert stage.logits > 0

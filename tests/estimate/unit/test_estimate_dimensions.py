@@ -10,7 +10,7 @@ import pytest
 from dynapipe_ext.batch.topology import Topology, placement_of
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.estimated import Strategy
-from dynapipe_ext.costs.memory import stage_parameters
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.models.tensors import num_parameters
@@ -135,7 +135,7 @@ def test_tied_embeddings_that_a_v_puts_on_one_rank_are_one():
     embedding = a.vocab_size * a.hidden_size
     for name, copies in (("v", 0), ("interleaved", 1)):
         placed = Topology(pp=2, placement=placement_of(name, 2))
-        assert stage_parameters(a, placed).total.sum() == num_parameters(a) + copies * embedding
+        assert count_parameters(a, placed).total.sum() == num_parameters(a) + copies * embedding
 
 
 def test_context_parallel_ranks_share_rows_and_hold_the_same_weights():

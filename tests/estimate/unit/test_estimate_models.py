@@ -15,8 +15,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.estimated import Strategy, estimated_costs
-from dynapipe_ext.costs.memory import stage_parameters, states
-from dynapipe_ext.costs.states import parameters_per_stage, replica_and_expert_parameters
+from dynapipe_ext.costs.states import count_parameters, count_states
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.flops import Positions, forward_flops
 from dynapipe_ext.models.huggingface import write_config
@@ -82,32 +81,20 @@ def test_presets_have_the_published_number_of_parameters(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_one_stage_has_every_parameter_once(name):
-    assert stage_parameters(preset(name), Topology()).total.tolist() == [num_parameters(preset(name))]
-
-
-@pytest.mark.parametrize("name", [name for name, raw in PRESETS.items() if raw["model_type"] not in ("t5", "mt5")])
-def test_stages_are_those_that_costs_are_counted_from(name):
-    a = preset(name)
-    for topology in (Topology(pp=3), Topology(tp=1, pp=2, dp=2), Topology(tp=4, pp=2)):
-        if a.num_heads % topology.tp or a.num_query_groups % topology.tp:
-            continue
-        padded = a.padded(topology.tp)
-        for ep in (1, 2) if a.num_experts and topology.dp > 1 else (1,):
-            counted = replica_and_expert_parameters(padded, topology, ep).sum(axis=0)
-            assert stage_parameters(a, topology, padded.vocab_size, ep).total.tolist() == counted.tolist()
+    assert count_parameters(preset(name), Topology()).total.tolist() == [num_parameters(preset(name))]
 
 
 def test_stages_of_t5_share_nothing_but_the_embedding():
     """Four stages: copies of the embedding on the first decoder stage and, tied, on the last; position biases twice."""
     a = preset("t5-base")
-    stages = stage_parameters(a, Topology(pp=4)).total
+    stages = count_parameters(a, Topology(pp=4)).total
     embedding, biases = a.vocab_size * a.hidden_size, a.relative_buckets * a.num_heads
     assert int(stages.sum()) == num_parameters(a) + 2 * embedding + 2 * biases
 
 
 def test_tensor_parallel_ranks_together_hold_each_weight_once_and_norms_each():
     a = preset("llama-3-8b")
-    one, four = (int(stage_parameters(a, Topology(tp=tp)).total.sum()) for tp in (1, 4))
+    one, four = (int(count_parameters(a, Topology(tp=tp)).total.sum()) for tp in (1, 4))
     assert 4 * four - one == 3 * 65 * 4096  # 65 norms, copied
 
 
@@ -142,10 +129,8 @@ def test_a_model_that_cannot_be_read_is_refused_by_name(tmp_path):
 def test_states_of_experts_are_divided_over_the_replicas_that_share_them():
     a = preset("mixtral-8x7b")
     topology = Topology(dp=8)
-    held = {
-        ep: states(a, topology, vocab_size=0, recipe="megatron", zero_stage=1, ep=ep).device.total[0] for ep in (1, 8)
-    }
-    experts = stage_parameters(a, topology).experts[0]
+    held = {ep: count_states(a, topology, "megatron", zero_stage=1, ep=ep).device.total[0] for ep in (1, 8)}
+    experts = count_parameters(a, topology).experts[0]
     assert held[1] - held[8] == (6 + 12 / 8) * experts - 18 * experts / 8
 
 
@@ -154,7 +139,7 @@ def test_offload_moves_states_to_the_host_and_counts_what_crosses_its_link():
     count = num_parameters(a)
 
     def held(zero_stage, offload):
-        return states(a, topology, vocab_size=0, recipe="megatron", zero_stage=zero_stage, offload=offload)
+        return count_states(a, topology, "megatron", zero_stage=zero_stage, offload=offload)
 
     share = -(-count // 8)
     first = held(1, "optimizer")
@@ -264,7 +249,7 @@ def test_heads_of_their_own_width_and_biases_of_qkv_alone_are_counted():
     assert wide - narrow == pytest.approx(28 * 2 * 1024 * 32_768**2 / 1e3 + matmul, rel=1e-6)
     with_bias = preset("qwen2-7b")
     none = replace(with_bias, qkv_bias=False)
-    (more,), (less,) = parameters_per_stage(with_bias, Topology()), parameters_per_stage(none, Topology())
+    (more,), (less,) = count_parameters(with_bias, Topology()).total, count_parameters(none, Topology()).total
     assert more - less == 28 * (3584 + 2 * 512)
 
 

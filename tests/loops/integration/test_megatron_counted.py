@@ -17,7 +17,7 @@ import torch
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.states import replica_and_expert_parameters
+from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward
 from dynapipe_ext.executor.drop_in.measured_costs import StageRow, costs_of_rows
@@ -165,7 +165,7 @@ def test_costs_are_those_of_the_rows_that_were_measured() -> None:
 def test_layers_that_were_built_otherwise_are_not_counted() -> None:
     architecture = read_config(LLAMA | MODELS["experts"], "experts")
     costs = AnalyticCosts(architecture, Topology(pp=2, layers_per_stage=(2, 2)))
-    built = replica_and_expert_parameters(architecture, costs.topology, 1).sum(axis=0).tolist()
+    built = count_parameters(architecture, costs.topology, 1).total.tolist()
     assert _has_counted_parameters(costs, built)
     assert not _has_counted_parameters(costs, [built[0], built[1] * 1.1])
 
@@ -175,7 +175,7 @@ def test_counted_parameters_are_those_that_megatron_builds_and_planned_data_have
     for name, (costs, built, loss) in found.items():
         assert costs is not None, name
         norms = 0 if name.startswith("latent") else 4 * 2 * 8  # of queries and keys, which are not counted
-        assert int(replica_and_expert_parameters(costs.architecture, costs.topology, 1).sum()) + norms == built, name
+        assert int(count_parameters(costs.architecture, costs.topology, 1).total.sum()) + norms == built, name
         pipeline = MegatronPipeline(
             topology=costs.topology,
             coordinates=costs.topology.coordinates(0),
