@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from dynapipe_ext.batch.micro_batches import (
     ALL_RECOMPUTES,
     MicroBatch,
     Piece,
+    ReplicaPlan,
     SampleLength,
     pieces_by_position,
     sample_pieces,
@@ -19,8 +20,9 @@ from dynapipe_ext.batch.micro_batches import (
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DynaPipeError, PlanError, short
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.evaluation.bounds import Certificate, ReplicaBounds
 from dynapipe_ext.schedules.evaluation.simulate import validate
-from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.timeline import Trace
 
 PLAN_FORMAT = "dynapipe-plan/1"
@@ -112,7 +114,11 @@ def _label(action: Action, *, with_stage: bool) -> str:
 
 
 def plan_json(
-    step_plan: StepPlan, topology: Topology, *, in_flight_bytes: Sequence[Sequence[int]] | None = None
+    step_plan: StepPlan,
+    topology: Topology,
+    *,
+    in_flight_bytes: Sequence[Sequence[int]] | None = None,
+    certificate: Certificate | None = None,
 ) -> dict[str, Any]:
     """A step's plan for people and tools: format dynapipe-plan/1, ready for json.dump.
 
@@ -136,30 +142,52 @@ def plan_json(
         shape["layers_per_stage"] = list(topology.layers_per_stage)
     if topology.vocabulary != "whole":
         shape["vocabulary"] = topology.vocabulary
-    replicas = []
-    for replica, schedule, prediction in zip(
-        step_plan.batch.replicas, step_plan.schedules, step_plan.predictions, strict=True
-    ):
-        predicted: dict[str, Any] = {
-            "makespan_s": prediction.makespan_ns / 1e9,
-            "lower_bound_s": prediction.lower_bound_ns / 1e9,
-            "peak_bytes": list(prediction.peak_bytes),
-        }
-        if in_flight_bytes is not None:
-            predicted["in_flight_bytes"] = list(in_flight_bytes[replica.dp_rank])
-        body: dict[str, Any] = {"name": schedule.name, "stages": schedule.lines()}
-        if schedule.stage_ranks != tuple(range(len(schedule.ranks))):
-            body["placement"] = list(schedule.stage_ranks)
-        replicas.append(
-            {
-                "dp_rank": replica.dp_rank,
-                "micro_batches": [_micro_batch_json(micro_batch) for micro_batch in replica.micro_batches],
-                "schedule": body,
-                "predicted": predicted,
-            }
+    unknown: list[Any] = [None] * len(step_plan.schedules)
+    replicas = [
+        _replica_json(*replica)
+        for replica in zip(
+            step_plan.batch.replicas,
+            step_plan.schedules,
+            step_plan.predictions,
+            in_flight_bytes or unknown,
+            certificate.replicas if certificate else unknown,
+            strict=True,
         )
+    ]
     marked = {"forward_only": True} if step_plan.forward_only else {}
-    return {"format": PLAN_FORMAT, "topology": shape, **marked, "replicas": replicas}
+    plan = {"format": PLAN_FORMAT, "topology": shape, **marked, "replicas": replicas}
+    if certificate is not None:
+        whole = {"batch_bound_s": certificate.batch_ns, "free_batch_bound_s": certificate.free_batch_ns}
+        plan |= {name: ns / 1e9 for name, ns in whole.items() if ns is not None}
+    return plan
+
+
+def _replica_json(
+    replica: ReplicaPlan,
+    schedule: PipelineSchedule,
+    prediction: Prediction,
+    in_flight_bytes: Sequence[int] | None,
+    bounds: ReplicaBounds | None,
+) -> dict[str, Any]:
+    predicted: dict[str, Any] = {
+        "makespan_s": prediction.makespan_ns / 1e9,
+        "lower_bound_s": prediction.lower_bound_ns / 1e9,
+        "peak_bytes": list(prediction.peak_bytes),
+    }
+    if in_flight_bytes is not None:
+        predicted["in_flight_bytes"] = list(in_flight_bytes)
+    if bounds is not None:
+        numbers = asdict(bounds).items()
+        predicted["bounds"] = {name.replace("_ns", "_s"): ns / 1e9 for name, ns in numbers if ns is not None}
+    body: dict[str, Any] = {"name": schedule.name, "stages": schedule.lines()}
+    if schedule.stage_ranks != tuple(range(len(schedule.ranks))):
+        body["placement"] = list(schedule.stage_ranks)
+    return {
+        "dp_rank": replica.dp_rank,
+        "micro_batches": [_micro_batch_json(micro_batch) for micro_batch in replica.micro_batches],
+        "schedule": body,
+        "predicted": predicted,
+    }
 
 
 def _refuse_cut_samples(step_plan: StepPlan) -> None:

@@ -33,7 +33,7 @@ from dynapipe_ext.partitioning.halving import finer_splits
 from dynapipe_ext.partitioning.pieces import PieceChoice, PieceChoices, piece_sizes
 from dynapipe_ext.partitioning.rules import check_enough
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import batch_floor_ns
+from dynapipe_ext.schedules.evaluation.bounds import batch_floor
 from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 from dynapipe_ext.schedules.planner_checks import (
     check_bounds,
@@ -472,7 +472,8 @@ class Planner(PlanRules):
         """No plan of these samples ends earlier, whole or also in pieces; 0 where no such bound is known."""
         ranks, dp, limit = self.topology.stage_ranks, self.topology.num_replicas, int(self.memory_limit_bytes)
         options = {"split": self.split_backward, "packed": self.layout == "packed", "pieces": pieces}
-        return batch_floor_ns(self.costs, samples, ranks, dp=dp, memory_limit_bytes=limit, **options) or 0
+        floor = batch_floor(self.costs, samples, ranks, memory_limit_bytes=limit, **options)
+        return 0 if floor is None else floor.bound_ns(dp)
 
     @property
     def _rules(self) -> PlanRules:

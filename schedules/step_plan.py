@@ -10,7 +10,7 @@ from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, Replic
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import Certificate, ReplicaBounds, batch_floor_ns, replica_bounds
+from dynapipe_ext.schedules.evaluation.bounds import Certificate, ReplicaBounds, batch_floor, replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
     SpanNs,
@@ -265,13 +265,13 @@ def least_ns(
     pieces = any(m.attention == "carried" for m in micro_batches)
     if not pieces and sum(len(m.samples) for m in micro_batches) != len(samples):
         return None
-    return batch_floor_ns(
+    floor = batch_floor(
         costs,
         samples,
         stage_ranks,
-        dp=dp,
         split=any(schedule.is_split for schedule in step_plan.schedules),
         packed=any(m.layout == "packed" for m in micro_batches),
         pieces=pieces,
         memory_limit_bytes=memory_limit_bytes,
     )
+    return None if floor is None else floor.bound_ns(dp)

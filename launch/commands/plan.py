@@ -25,7 +25,7 @@ from dynapipe_ext.launch.commands.plan_inputs import (
 from dynapipe_ext.launch.job.configured import followed_placement, trials_table
 from dynapipe_ext.launch.job.model_folder import layout_line, with_bounded_rows
 from dynapipe_ext.launch.job.settled import placed_planning
-from dynapipe_ext.schedules.evaluation.bounds import Certificate, with_bounds
+from dynapipe_ext.schedules.evaluation.bounds import Certificate
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predicted
@@ -209,8 +209,8 @@ def _json(made: _Made, args: argparse.Namespace) -> dict[str, Any]:
     planner, plan, certificate = made.planner, made.proven.step_plan, made.certificate
     if plan.cores is not None:
         plan, certificate = with_a_core_each(plan, planner, made.samples)
-    raw = plan_json(plan, planner.topology, in_flight_bytes=made.proven.in_flight_bytes)
-    raw = with_bounds(raw, certificate)
+    in_flight_bytes = made.proven.in_flight_bytes
+    raw = plan_json(plan, planner.topology, in_flight_bytes=in_flight_bytes, certificate=certificate)
     if made.num_tried:
         raw |= {"reproducible": False, "time_limit_s": args.time_limit}
     return raw

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from operator import mul
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,9 @@ from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import check_range
 
 IntArray = npt.NDArray[np.int64]
+
+
+_BOUNDS = ("stage_ns", "chain_ns", "heads_tails_ns", "byte_time_ns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,24 +50,6 @@ class ReplicaBounds:
         return max(self.stage_ns, self.chain_ns, self.heads_tails_ns, self.byte_time_ns or 0)
 
 
-def lower_bound_ns(
-    placement: PipelineSchedule | Sequence[int],
-    costs: MicroBatchCosts,
-    *,
-    split: bool,
-    memory_limit_bytes: int | None = None,
-) -> int:
-    """No order on this placement (a schedule, or stage -> rank) ends earlier; `split` allows I and W in place of B.
-
-    The bound for `split` holds for schedules that split nothing, or only some backwards, as well. With
-    `memory_limit_bytes` it holds for orders whose `peak_bytes` stay within the limit on every rank.
-
-    Errors: PlanError if the placement does not match the costs, or nothing at all fits within the limit.
-    """
-    bounds = replica_bounds(placement, costs, split=split, memory_limit_bytes=memory_limit_bytes)
-    return max(bounds.heads_tails_ns, bounds.byte_time_ns or 0)
-
-
 def replica_bounds(
     placement: PipelineSchedule | Sequence[int],
     costs: MicroBatchCosts,
@@ -73,99 +57,88 @@ def replica_bounds(
     split: bool,
     memory_limit_bytes: int | None = None,
 ) -> ReplicaBounds:
-    """All bounds of `lower_bound_ns` one by one, under the same assumptions and errors."""
-    stage_ranks = tuple(placement.stage_ranks if isinstance(placement, PipelineSchedule) else placement)
-    forward_only = isinstance(placement, PipelineSchedule) and placement.forward_only
-    if forward_only:
-        memory_limit_bytes = None
-    if len(stage_ranks) != costs.num_stages:
-        raise PlanError(f"the placement has {len(stage_ranks)} stages but the costs have {costs.num_stages}")
-    if costs.num_micro_batches == 0:
-        return ReplicaBounds(
-            stage_ns=0, chain_ns=0, heads_tails_ns=0, byte_time_ns=None if memory_limit_bytes is None else 0
-        )
-    chains = _Chains(costs, stage_ranks, split=split, forward_only=forward_only)
-    ranks = sorted(set(stage_ranks))
-    stage_ns = chain_ns = heads_tails_ns = 0
-    for rank in ranks:
-        heads, durations, tails = chains.jobs(rank)
-        stage_ns = max(stage_ns, int(heads.min() + durations.sum() + tails.min()))
-        chain_ns = max(chain_ns, int((heads + durations + tails).max()))
-        heads_tails_ns = max(heads_tails_ns, _preemptive_ns(heads, durations, tails))
-    byte_time_ns = None
-    if memory_limit_bytes is not None:
-        byte_time_ns = max(chains.byte_time_ns(rank, memory_limit_bytes) for rank in ranks)
-    return ReplicaBounds(stage_ns=stage_ns, chain_ns=chain_ns, heads_tails_ns=heads_tails_ns, byte_time_ns=byte_time_ns)
+    """Bound all orders on this placement (a schedule, or stage -> rank); `split` allows I and W in place of B.
 
+    The bounds for `split` hold for schedules that split nothing, or only some backwards, as well. With
+    `memory_limit_bytes` they hold for orders whose `peak_bytes` stay within the limit on every rank.
 
-class _Chains:
-    """Each micro-batch's dependency chain: F down the stages, B (or I) back up, each W after its I. Tables (S, M).
-
-    Under `forward_only` the chain ends with the last F: nothing travels back.
+    Raises PlanError if the placement does not match the costs, or nothing at all fits within the limit.
     """
-
-    def __init__(self, costs: MicroBatchCosts, stage_ranks: Sequence[int], *, split: bool, forward_only: bool) -> None:
-        self.costs, self.stage_ranks, self.split, self.forward_only = costs, stage_ranks, split, forward_only
-        self.stages: dict[int, list[int]] = {}
-        for stage, rank in enumerate(stage_ranks):
-            self.stages.setdefault(rank, []).append(stage)
-        tables = costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.transfer_ns
-        check_range(*tables)
-        forward, backward, weight, transfer = tables
-        self.forward, self.weight = forward, weight
-        self.gradient: IntArray = backward - weight if split else backward
-        last, none = costs.num_stages - 1, np.zeros_like(forward[0])
-        moves: list[Any] = [none if stage_ranks[s] == stage_ranks[s + 1] else transfer[s] for s in range(last)]
-        back = [none for _ in moves] if forward_only else moves
-        last_w = self.weight if split else [none for _ in stage_ranks]
-        self.head = [none]  # before F
-        self.tail = [last_w[0]]  # after B or I: the gradient goes on up while W, if split, runs where it is
-        for s in range(last):
-            self.head.append(self.head[s] + self.forward[s] + moves[s])
-            self.tail.append(np.maximum(last_w[s + 1], back[s] + self.gradient[s] + self.tail[s]))
-        self.between = [none for _ in stage_ranks]  # from the end of F to the start of B or I
-        for s in reversed(range(last)):
-            ahead = self.forward[s + 1] + self.between[s + 1] + self.gradient[s + 1]
-            self.between[s] = moves[s] + ahead + back[s]
-
-    def jobs(self, rank: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Heads, durations and tails of all that the rank runs."""
-        jobs = []
-        for s in self.stages[rank]:
-            head, forward_ns, gradient_ns, tail = self.head[s], self.forward[s], self.gradient[s], self.tail[s]
-            ready = head + forward_ns + self.between[s]
-            jobs.append((head, forward_ns, self.between[s] + gradient_ns + tail))
-            if self.forward_only:
-                continue
-            jobs.append((ready, gradient_ns, tail))
-            if self.split:
-                jobs.append((ready + gradient_ns, self.weight[s], np.zeros_like(tail)))
-        heads, durations, tails = map(np.concatenate, zip(*jobs, strict=True))
-        return heads, durations, tails
-
-    def byte_time_ns(self, rank: int, limit_bytes: int) -> int:
-        """The rank's bytes x nanoseconds that cannot be avoided, spread over all that the limit leaves free."""
-        stages = self.stages[rank]
-        free = limit_bytes - sum(int(self.costs.static_bytes[s]) for s in stages)
-        byte_ns = 0  # beyond 64 bits
-        for s in stages:
-            busy_ns = self.forward[s] + self.gradient[s]
-            held_ns = busy_ns + self.between[s] + (self.weight[s] if self.split else 0)
-            working_ns = self.forward[s] if self.costs.working_in == "F" else busy_ns
-            byte_ns += sum(map(mul, self.costs.stored_bytes[s].tolist(), held_ns.tolist()))
-            byte_ns += sum(map(mul, self.costs.working_bytes[s].tolist(), working_ns.tolist()))
-        if free < 0 or (byte_ns and not free):
-            raise PlanError(
-                f"rank {rank} holds {limit_bytes - free} B of weights and states, which leaves nothing of the"
-                f" {limit_bytes} B limit: raise the limit, tp or pp"
+    forward_only = False
+    if isinstance(placement, PipelineSchedule):
+        forward_only, placement = placement.forward_only, placement.stage_ranks
+    limit_bytes = None if forward_only else memory_limit_bytes
+    if len(placement) != costs.num_stages:
+        raise PlanError(f"the placement has {len(placement)} stages but the costs have {costs.num_stages}")
+    if costs.num_micro_batches == 0:
+        return ReplicaBounds(stage_ns=0, chain_ns=0, heads_tails_ns=0, byte_time_ns=None if limit_bytes is None else 0)
+    check_range(costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.transfer_ns)
+    forward = costs.forward_ns
+    weight = costs.weight_ns if split else np.zeros_like(forward)
+    gradient = costs.backward_ns - weight
+    head, between, tail = _measure_chains(placement, costs, gradient, weight, forward_only=forward_only)
+    ready = head + forward + between
+    jobs = [(head, forward, between + gradient + tail)]
+    if not forward_only:
+        jobs += [(ready, gradient, tail)]
+        jobs += [(ready + gradient, weight, np.zeros_like(tail))] * split
+    heads, durations, tails = (np.stack(tables) for tables in zip(*jobs, strict=True))  # (kind, stage, micro-batch)
+    bounds: list[list[int]] = []
+    for rank in sorted(set(placement)):
+        own = [s for s, other in enumerate(placement) if other == rank]
+        before, taken, after = (table[:, own].ravel() for table in (heads, durations, tails))
+        stage_ns, chain_ns = before.min() + taken.sum() + after.min(), (before + taken + after).max()
+        bounds.append([int(stage_ns), int(chain_ns), _preemptive_ns(before, taken, after)])
+        if limit_bytes is not None:
+            busy_ns = (forward + gradient)[own]
+            held_ns, working_ns = (
+                busy_ns + (between + weight)[own],
+                forward[own] if costs.working_in == "F" else busy_ns,
             )
-        spread_ns = -(-byte_ns // free) if byte_ns else 0
-        first = stages[0]
-        return int(self.head[first].min()) + spread_ns + (0 if self.split else int(self.tail[first].min()))
+            spread_ns = _spread_bytes(costs, own, held_ns, working_ns, limit_bytes, rank)
+            last_ns = 0 if split else tail[own[0]].min()
+            bounds[-1].append(int(head[own[0]].min() + last_ns) + spread_ns)
+    return ReplicaBounds(**dict(zip(_BOUNDS, map(max, zip(*bounds, strict=True)), strict=False)))
+
+
+def _measure_chains(
+    stage_ranks: Sequence[int], costs: MicroBatchCosts, gradient: IntArray, weight: IntArray, *, forward_only: bool
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return each micro-batch's times before its F on a stage, from the end of F to the start of B (or I), and after B.
+
+    A chain goes down the stages with F, back up with B or I, and ends with the last W; if `forward_only`, it ends with
+    the last F. Tables are (stage, micro-batch). After I the gradient travels up while W runs where it is.
+    """
+    forward, last = costs.forward_ns, costs.num_stages - 1
+    moves = costs.transfer_ns * np.array([[one != other] for one, other in pairwise(stage_ranks)]).reshape(last, 1)
+    back = 0 * moves if forward_only else moves
+    head, between, tail = np.zeros_like(forward), np.zeros_like(forward), weight.copy()
+    for s in range(last):
+        head[s + 1] = head[s] + forward[s] + moves[s]
+        tail[s + 1] = np.maximum(weight[s + 1], back[s] + gradient[s] + tail[s])
+    for s in reversed(range(last)):
+        between[s] = moves[s] + forward[s + 1] + between[s + 1] + gradient[s + 1] + back[s]
+    return head, between, tail
+
+
+def _spread_bytes(
+    costs: MicroBatchCosts, own: list[int], held_ns: IntArray, working_ns: IntArray, limit_bytes: int, rank: int
+) -> int:
+    """Return the bytes x nanoseconds of a rank's stages that cannot be avoided, spread over all that the limit leaves
+    free. Raises PlanError if that is nothing."""
+    free_bytes = limit_bytes - int(costs.static_bytes[own].sum())
+    pairs = ((costs.stored_bytes[own], held_ns), (costs.working_bytes[own], working_ns))
+    byte_ns = sum(sum(map(mul, size.ravel().tolist(), ns.ravel().tolist())) for size, ns in pairs)  # beyond 64 bits
+    if free_bytes < 0 or (byte_ns and not free_bytes):
+        raise PlanError(
+            f"rank {rank} holds {limit_bytes - free_bytes} B of weights and states, which leaves nothing of the"
+            f" {limit_bytes} B limit: raise the limit, tp or pp"
+        )
+    return -(-byte_ns // free_bytes) if byte_ns else 0
 
 
 def _preemptive_ns(heads: IntArray, durations: IntArray, tails: IntArray) -> int:
-    """Least possible max(end + tail) over preemptive orders of the jobs on one machine: always run the largest tail.
+    """Return the least max(end + tail) over preemptive orders of the jobs on one machine: always run the largest tail.
 
     >>> _preemptive_ns(np.array([0, 1, 0]), np.array([2, 3, 1]), np.array([5, 9, 0]))
     13
@@ -196,7 +169,7 @@ class BatchFloor:
 
 def batch_floor(
     costs: CostModel,
-    lengths: Sequence[tuple[int, int]],
+    samples: Sequence[SampleLength],
     stage_ranks: Sequence[int],
     *,
     split: bool,
@@ -204,15 +177,16 @@ def batch_floor(
     pieces: bool = False,
     memory_limit_bytes: int | None = None,
 ) -> BatchFloor | None:
-    """The floor of whole samples of these (encoder, decoder) lengths.
+    """Return least times of all plans of whole samples; the documents of a pair are bounded as if they could part.
 
-    With `packed` it holds for packed and padded micro-batches, else for padded ones alone (and is higher on measured
-    tables). `split` allows I and W in place of B. With `pieces` it holds for plans that cut long samples as well.
-    None for costs without a floor, for no samples, where a sample has no shape that can be priced (or fits the
-    limit), and with `pieces` where a measured table has no prices of them.
+    With `packed` they hold for packed and padded micro-batches, otherwise only for padded ones (and are higher on
+    measured tables). `split` allows I and W in place of B. With `pieces` they hold for plans that cut long samples as
+    well. None for costs without a floor, for no samples or samples that are cut already, if a sample has no shape that
+    can be priced (or fits the limit), and with `pieces` if a measured table has no prices of them.
     """
-    if not len(lengths):
+    if not samples or any(sample.start for sample in samples):
         return None
+    lengths = [(length, sample.decoder) for sample in samples for length in sample.documents]
     encoder, decoder = np.array(lengths, np.int64).reshape(-1, 2).T
     width = int(decoder.max()) + 1
     pairs, counts = np.unique(encoder * width + decoder, return_counts=True)
@@ -398,51 +372,6 @@ class Certificate:
     def batch_gap(self) -> float | None:
         """Makespan over `batch_ns`, less 1; None without that bound."""
         return _gap(self.makespan_ns, self.batch_ns)
-
-
-def batch_floor_ns(
-    costs: CostModel,
-    samples: Sequence[SampleLength],
-    stage_ranks: Sequence[int],
-    *,
-    dp: int,
-    split: bool,
-    packed: bool,
-    pieces: bool = False,
-    memory_limit_bytes: int | None = None,
-) -> int | None:
-    """No plan of these samples on `dp` replicas ends earlier: no plan of whole samples, nor with `pieces` one that cuts
-    long ones; the documents of a pair are bounded as if they could part. None where no bound is known, as for samples
-    that are cut already."""
-    if any(sample.start for sample in samples):
-        return None
-    floor = batch_floor(
-        costs,
-        [(length, s.decoder) for s in samples for length in s.documents],
-        stage_ranks,
-        split=split,
-        packed=packed,
-        pieces=pieces,
-        memory_limit_bytes=memory_limit_bytes,
-    )
-    return None if floor is None else floor.bound_ns(dp)
-
-
-def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, Any]:
-    """A dynapipe-plan/1 object with the certificate in it: "bounds" of each replica's prediction, "batch_bound_s" and
-    "free_batch_bound_s"."""
-    replicas = []
-    for raw, bounds in zip(plan["replicas"], certificate.replicas, strict=True):
-        bounds_s = {
-            "stage_s": bounds.stage_ns / 1e9,
-            "chain_s": bounds.chain_ns / 1e9,
-            "heads_tails_s": bounds.heads_tails_ns / 1e9,
-        }
-        if bounds.byte_time_ns is not None:
-            bounds_s["byte_time_s"] = bounds.byte_time_ns / 1e9
-        replicas.append({**raw, "predicted": {**raw["predicted"], "bounds": bounds_s}})
-    whole = {"batch_bound_s": certificate.batch_ns, "free_batch_bound_s": certificate.free_batch_ns}
-    return {**plan, "replicas": replicas, **{name: ns / 1e9 for name, ns in whole.items() if ns is not None}}
 
 
 def _gap(makespan_ns: int, bound_ns: int | None) -> float | None:

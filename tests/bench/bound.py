@@ -24,8 +24,7 @@ def free_bound_s(
     recomputation and splitting of backwards, and with `pieces` however it cuts samples: the least work of the whole
     model, divided by the ranks."""
     stages, split = (0,) * costs.num_stages, topology.pp * topology.dp
-    needs = [(s.encoder, s.decoder) for s in samples]
-    floor = batch_floor(costs, needs, stages, split=True, packed=True, pieces=pieces)
+    floor = batch_floor(costs, samples, stages, split=True, packed=True, pieces=pieces)
     assert floor is not None  # of counted and measured costs
     return float(floor.work_ns[0]) / split / 1e9
 

@@ -31,7 +31,7 @@ from proven import prove_schedule
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
+from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.search.optimizer import optimize
@@ -104,7 +104,7 @@ def measure(cell: Cell, effort: int) -> dict[str, float]:
             raise SystemExit(f"{name} in {cell} holds {max(peak_bytes(schedule, own))} B but the limit is {limit} B")
         # The greedy is at its best: natural order or cheapest first.
         found[name] = min(found.get(name, 1.0), bubble(own, makespan_ns(schedule, own)))
-    bound_ns = lower_bound_ns(range(cell.num_stages), costs, split=True, memory_limit_bytes=limit)
+    bound_ns = replica_bounds(range(cell.num_stages), costs, split=True, memory_limit_bytes=limit).best_ns
     found["bound"] = bubble(costs, bound_ns)
     return {**found, "cpu_s": cpu_s}
 

@@ -34,7 +34,7 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.rules import dynapipe_rule
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
-from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
+from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import StageMemory, peak_bytes, simulate
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
@@ -113,7 +113,7 @@ def step_plan(replicas: Replicas, schedule: Scheduler, costs: CostModel, limit_b
         predictions.append(
             Prediction(
                 makespan_ns=round(trace.makespan_s * 1e9),
-                lower_bound_ns=lower_bound_ns(made, priced, split=made.is_split) if micro_batches else 0,
+                lower_bound_ns=replica_bounds(made, priced, split=made.is_split).best_ns if micro_batches else 0,
                 peak_bytes=peaks,
                 bubble_ratio=trace.bubble_ratio,
             )

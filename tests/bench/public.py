@@ -143,8 +143,7 @@ def work_s(case: Case, samples: Sequence[SampleLength]) -> float:
 def busiest_s(case: Case, samples: Sequence[SampleLength]) -> float:
     """Of all samples on the busiest pipeline rank of even layers, over the replicas, without overheads."""
     free = replace(case.costs, overhead_ns=0, layer_overhead_ns=0)
-    needs = [(s.encoder, 0) for s in samples]
-    floor = batch_floor(free, needs, free.topology.stage_ranks, split=False, packed=True, pieces=True)
+    floor = batch_floor(free, samples, free.topology.stage_ranks, split=False, packed=True, pieces=True)
     assert floor is not None
     return float(floor.work_ns.max()) / case.plane / 1e9
 

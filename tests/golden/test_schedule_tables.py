@@ -8,7 +8,7 @@ import numpy as np
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
+from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, simulate
 from dynapipe_ext.schedules.notation import draw, format_lines, parse_lines
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic, cyclic
@@ -97,7 +97,7 @@ def test_at_uniform_costs_and_the_memory_of_1f1b_the_search_is_as_good_as_1f1b_a
         found = searched(costs, limit)
         assert makespan_ns(found, costs) == makespan_ns(plain, costs) == (num + stages - 1) * 21
         assert max(peak_bytes(found, costs)) <= limit == 7 * min(stages, num)
-        assert lower_bound_ns(found, costs, split=False) == makespan_ns(found, costs)
+        assert replica_bounds(found, costs, split=False).best_ns == makespan_ns(found, costs)
 
 
 def test_cyclic_runs_a_backward_and_a_forward_of_what_was_there_when_the_cycle_began() -> None:

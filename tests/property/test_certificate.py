@@ -25,7 +25,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.actions import Action, Kind, linear_schedule
-from dynapipe_ext.schedules.evaluation.bounds import batch_floor, lower_bound_ns
+from dynapipe_ext.schedules.evaluation.bounds import batch_floor, replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
 
@@ -147,7 +147,7 @@ def best_makespan_ns(
     stage_ranks: Sequence[int] = (),
 ) -> int:
     """Over every split, layout and recomputation of each micro-batch, replica and order."""
-    samples = [SampleLength(i, e, d) for i, (e, d) in enumerate(lengths)]
+    samples = samples_of(lengths)
     options = list(itertools.product(layouts, kinds))
 
     @cache
@@ -182,6 +182,10 @@ def has_price(costs: CostModel, length: tuple[int, int], layouts: Sequence[Layou
     return False
 
 
+def samples_of(lengths: Lengths) -> list[SampleLength]:
+    return [SampleLength(i, *sides) for i, sides in enumerate(lengths)]
+
+
 def bound_ns(
     costs: CostModel,
     lengths: Lengths,
@@ -192,7 +196,7 @@ def bound_ns(
     packed: bool,
     limit_bytes: int | None = None,
 ) -> int:
-    floor = batch_floor(costs, lengths, stages, split=split, packed=packed, memory_limit_bytes=limit_bytes)
+    floor = batch_floor(costs, samples_of(lengths), stages, split=split, packed=packed, memory_limit_bytes=limit_bytes)
     assert floor is not None
     return floor.bound_ns(dp)
 
@@ -223,7 +227,7 @@ def test_the_shortest_order_is_the_one_that_trying_all_finds() -> None:
             with contextlib.suppress(PlanError):  # some wait for one another for ever
                 found.append(makespan_ns(linear_schedule("tried", ranks), costs))
         assert shortest_ns(costs, split=split) == min(found)
-        assert lower_bound_ns((0, 1), costs, split=split) <= min(found)
+        assert replica_bounds((0, 1), costs, split=split).best_ns <= min(found)
 
 
 GPT = [(5, 0), (9, 0), (16, 0), (40, 0)]
@@ -416,12 +420,15 @@ def test_the_batch_bound_is_reached_where_one_micro_batch_is_best() -> None:
 
 def test_there_is_no_batch_bound_of_an_unknown_model_or_of_a_sample_that_cannot_run() -> None:
     unknown = UserCosts(TokenCosts(1))
-    assert batch_floor(unknown, [(1, 0)], (0,), split=False, packed=False) is None
-    assert batch_floor(adjusted(TokenCosts(1), ForwardsAlone()), [(1, 0)], (0,), split=False, packed=False) is None
-    assert batch_floor(TokenCosts(1), [], (0,), split=False, packed=False) is None
-    assert batch_floor(table(Topology(), seed=0), [(65, 0)], (0,), split=False, packed=False) is None
+    assert batch_floor(unknown, samples_of([(1, 0)]), (0,), split=False, packed=False) is None
+    assert (
+        batch_floor(adjusted(TokenCosts(1), ForwardsAlone()), samples_of([(1, 0)]), (0,), split=False, packed=False)
+        is None
+    )
+    assert batch_floor(TokenCosts(1), samples_of([]), (0,), split=False, packed=False) is None
+    assert batch_floor(table(Topology(), seed=0), samples_of([(65, 0)]), (0,), split=False, packed=False) is None
     analytic = AnalyticCosts(SHAPE, Topology())
-    assert batch_floor(analytic, [(129, 0)], (0,), split=False, packed=False) is None
+    assert batch_floor(analytic, samples_of([(129, 0)]), (0,), split=False, packed=False) is None
 
 
 PLACEMENTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 1, 0), 5: (0, 1, 2, 1, 0)}  # the last: a head over 3 ranks
@@ -459,7 +466,7 @@ def test_the_batch_bound_is_the_one_that_brute_force_finds(
     costs = table(topology, seed=seed, decoder=decoder, missing=missing)
     needs = [(e, d * decoder) for e, d in lengths]
     limit = None if room_mb is None else int(costs.static_bytes().sum()) + room_mb * 10**6
-    floor = batch_floor(costs, needs, placement, split=split, packed=packed, memory_limit_bytes=limit)
+    floor = batch_floor(costs, samples_of(needs), placement, split=split, packed=packed, memory_limit_bytes=limit)
     found = batch_bound_ns(costs, needs, placement, dp=dp, split=split, packed=packed, limit_bytes=limit)
     exact = packed or (not decoder and limit is None)
     if floor is None or exact:

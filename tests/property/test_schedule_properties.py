@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import _preemptive_ns, lower_bound_ns
+from dynapipe_ext.schedules.evaluation.bounds import _preemptive_ns, replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
     makespan_ns,
@@ -231,9 +231,9 @@ def test_no_schedule_beats_the_lower_bound_of_its_placement(costs: MicroBatchCos
     schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=split)
     makespan, limit = makespan_ns(schedule, costs), max(peak_bytes(schedule, costs), default=0)
     for allowed in {True, split}:
-        assert lower_bound_ns(schedule, costs, split=allowed) <= makespan
-        assert lower_bound_ns(schedule.stage_ranks, costs, split=allowed, memory_limit_bytes=limit) <= makespan
-    assert lower_bound_ns(schedule, costs, split=True) <= lower_bound_ns(schedule, costs, split=False)
+        assert replica_bounds(schedule, costs, split=allowed).best_ns <= makespan
+        assert replica_bounds(schedule.stage_ranks, costs, split=allowed, memory_limit_bytes=limit).best_ns <= makespan
+    assert replica_bounds(schedule, costs, split=True).best_ns <= replica_bounds(schedule, costs, split=False).best_ns
 
 
 @given(random_costs(), st.booleans())
@@ -253,7 +253,7 @@ def test_the_bound_includes_each_ranks_work_and_each_micro_batchs_chain(costs: M
         if s + 1 < stages:
             head = head + costs.forward_ns[s] + costs.transfer_ns[s]
             tail = tail + back[s] + costs.transfer_ns[s]
-    assert lower_bound_ns(range(stages), costs, split=split) >= simple
+    assert replica_bounds(range(stages), costs, split=split).best_ns >= simple
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=6))
@@ -329,7 +329,7 @@ def test_sums_that_do_not_fit_in_64_bits_are_refused_with_the_units() -> None:
         static_bytes=np.zeros(1, np.int64),
     )  # fmt: skip
     schedule = gpipe(1, 4096)
-    for judge in (simulate_ns, peak_bytes, partial(lower_bound_ns, split=False)):
+    for judge in (simulate_ns, peak_bytes, partial(replica_bounds, split=False)):
         with pytest.raises(PlanError, match=r"add up to .* but must stay below .*: check the units"):
             judge(schedule, costs)
 
@@ -423,7 +423,7 @@ def test_the_search_is_repeatable_and_never_worse_than_its_start(
     found = find(effort=effort, seed=seed)
     assert found == find(effort=effort, seed=seed)
     assert makespan_ns(found, costs) <= makespan_ns(find(effort=0), costs)
-    assert makespan_ns(found, costs) >= lower_bound_ns(found, costs, split=split, memory_limit_bytes=limit)
+    assert makespan_ns(found, costs) >= replica_bounds(found, costs, split=split, memory_limit_bytes=limit).best_ns
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 12))

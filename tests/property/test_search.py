@@ -17,7 +17,7 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.partitioning.padded import Cut
 from dynapipe_ext.reproducible import splitmix64
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
+from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, validate
 from dynapipe_ext.schedules.evaluation.timing_noise import mean_makespan_ns, spread_of
 from dynapipe_ext.schedules.planner import Planner
@@ -191,7 +191,7 @@ def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, sp
         assert max(peak_bytes(schedule, costs)) <= limit
         assert {a.kind.value for rank in schedule.ranks for a in rank} <= set("FIW" if split else "FB")
         assert makespan_ns(schedule, costs) <= makespan
-        bound = lower_bound_ns(stage_ranks, costs, split=split, memory_limit_bytes=limit)
+        bound = replica_bounds(stage_ranks, costs, split=split, memory_limit_bytes=limit).best_ns
         assert bound <= makespan_ns(schedule, costs)
     _, before = optimize_best([start], replace(asked, effort=0))
     values = [(max(one.makespan_ns), sum(one.makespan_ns)) for one in (found, before)]

@@ -18,7 +18,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.schedules.evaluation.bounds import Certificate, with_bounds
+from dynapipe_ext.schedules.evaluation.bounds import Certificate
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predicted
@@ -50,7 +50,7 @@ def test_the_batch_bound_of_measured_tables_is_the_judges(
     planner = Planner(topology, costs, 36_000 * 10**6, pad_multiple=1, effort=0)
     plan = planner.plan(samples)
     certificate = certify(plan, costs, samples, memory_limit_bytes=36_000 * 10**6)
-    (tmp_path / "plan.json").write_text(json.dumps(with_bounds(plan_json(plan, topology), certificate)))
+    (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan, topology, certificate=certificate)))
     flags = ["--costs", data / "a100_layer_costs", "--model", model, "--layers", layers, "--memory-mb", 36_000]
     flags += ["--batch", tmp_path / "batch.json", "--index", 0, "--extra", *extra]
     command = [sys.executable, SHARED / "judge_plan.py", *flags, "--plan", tmp_path / "plan.json"]
@@ -79,7 +79,7 @@ def test_a_certificate_is_in_the_plans_file_and_comes_out_again(tmp_path: Path) 
     plan = planner.plan(SAMPLES)
     certificate = certify(plan, planner.costs, SAMPLES, memory_limit_bytes=10**6)
     certificate = replace(certificate, free_batch_ns=free_batch_ns(plan, planner.costs, SAMPLES))
-    (tmp_path / "plan.json").write_text(json.dumps(with_bounds(plan_json(plan, planner.topology), certificate)))
+    (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan, planner.topology, certificate=certificate)))
     assert certificate_of_file(read_plan_file(tmp_path / "plan.json")) == certificate
     (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan, planner.topology)))
     assert certificate_of_file(read_plan_file(tmp_path / "plan.json")) is None

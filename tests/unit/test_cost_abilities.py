@@ -86,7 +86,7 @@ def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
     assert own.over(Topology(tp=4, pp=2)) == (own, Topology(tp=4, pp=2))
     assert own.facts.has_decoder is None
     assert own.recounted(lambda counted: counted) is own.with_exact_sums(2) is own
-    assert batch_floor(own, [(3, 0)], (0, 1), split=False, packed=False) is None
+    assert batch_floor(own, sample_lengths([3]), (0, 1), split=False, packed=False) is None
     with pytest.raises(ConfigError, match="Own has no to_json, by which planner processes"):
         cost_model_to_json(own)
 
@@ -113,7 +113,7 @@ def test_a_model_of_ones_own_may_promise_a_floor_and_is_bounded_by_it() -> None:
             return TOKENS.floor(stage_ranks, split=split)
 
     promising = Promising(Own())
-    own, full = (batch_floor(c, [(30, 0), (7, 0)], (0, 1), split=False, packed=True) for c in (promising, TOKENS))
+    own, full = (batch_floor(c, sample_lengths([30, 7]), (0, 1), split=False, packed=True) for c in (promising, TOKENS))
     assert own is not None
     assert full is not None
     assert own.bound_ns(2) == full.bound_ns(2) > 0

@@ -11,7 +11,7 @@ import pytest
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
+from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
     StageMemory,
@@ -193,7 +193,7 @@ def test_an_empty_schedule_takes_no_time_and_static_bytes_only() -> None:
     schedule = one_f_one_b(2, 0)
     validate(schedule, 0)
     assert (makespan_ns(schedule, costs), peak_bytes(schedule, costs)) == (0, (3, 3))
-    assert simulate(schedule, costs).makespan_s == lower_bound_ns(schedule, costs, split=True) == 0
+    assert simulate(schedule, costs).makespan_s == replica_bounds(schedule, costs, split=True).best_ns == 0
     for made in (
         optimize(costs, memory_limit_bytes=3, split=False, effort=5),
         clustered_cyclic(costs, memory_limit_bytes=3),
@@ -205,46 +205,46 @@ def test_the_bound_is_met_by_a_single_stage_a_single_micro_batch_and_uniform_1f1
     for forward, backward in (([[3, 5, 8]], [[6, 10, 16]]), ([[3], [5], [8]], [[6], [10], [16]])):
         costs = costs_of(forward, backward, transfer=2)
         schedule = one_f_one_b(len(forward), len(forward[0]))
-        assert lower_bound_ns(schedule, costs, split=False) == makespan_ns(schedule, costs)
+        assert replica_bounds(schedule, costs, split=False).best_ns == makespan_ns(schedule, costs)
     costs = costs_of([[4] * 6] * 4, [[8] * 6] * 4)
-    assert lower_bound_ns(range(4), costs, split=False) == makespan_ns(one_f_one_b(4, 6), costs) == 9 * 12
+    assert replica_bounds(range(4), costs, split=False).best_ns == makespan_ns(one_f_one_b(4, 6), costs) == 9 * 12
 
 
 def test_the_bound_counts_the_way_down_and_back_after_the_forwards_of_an_early_stage() -> None:
     """Both forwards of stage 0 take 20; after the second come two transfers of 100, and F, B and B of 1 each."""
     costs = costs_of([[10, 10], [1, 1]], [[1, 1], [1, 1]], transfer=100)
-    assert lower_bound_ns(range(2), costs, split=False) == makespan_ns(one_f_one_b(2, 2), costs) == 223
+    assert replica_bounds(range(2), costs, split=False).best_ns == makespan_ns(one_f_one_b(2, 2), costs) == 223
 
 
 def test_a_split_backward_needs_no_tail_after_its_weight_gradients() -> None:
     costs = costs_of([[4] * 6] * 4, [[8] * 6] * 4)
-    assert lower_bound_ns(range(4), costs, split=True) == 6 * 12 + 3 * 4
+    assert replica_bounds(range(4), costs, split=True).best_ns == 6 * 12 + 3 * 4
 
 
 def test_weight_gradients_run_beside_the_gradients_way_up_and_the_bound_knows_both() -> None:
     """F0 10, F1 10, I1 10, then W1 beside I0 and W0: 50, whatever bound is asked."""
     costs = costs_of([[10], [10]], [[20], [20]], stored=5)
     schedule = parse_lines("0: 0F0 0I0 0W0\n1: 1F0 1I0 1W0")
-    assert makespan_ns(schedule, costs) == lower_bound_ns(schedule, costs, split=True) == 50
-    assert lower_bound_ns(schedule, costs, split=True, memory_limit_bytes=5) == 50
+    assert makespan_ns(schedule, costs) == replica_bounds(schedule, costs, split=True).best_ns == 50
+    assert replica_bounds(schedule, costs, split=True, memory_limit_bytes=5).best_ns == 50
 
 
 def test_one_micro_batch_in_memory_at_a_time_makes_the_byte_time_bound_the_whole_truth() -> None:
     costs = costs_of([[4] * 5] * 2, [[8] * 5] * 2, stored=10, static=7)
     searched = optimize(costs, memory_limit_bytes=17, split=False, effort=0)
     for found in (searched, cyclic(costs, memory_limit_bytes=17)):
-        bound = lower_bound_ns(found, costs, split=False, memory_limit_bytes=17)
-        assert bound == makespan_ns(found, costs) == 5 * 24 > lower_bound_ns(found, costs, split=False)
+        bound = replica_bounds(found, costs, split=False, memory_limit_bytes=17).best_ns
+        assert bound == makespan_ns(found, costs) == 5 * 24 > replica_bounds(found, costs, split=False).best_ns
     with pytest.raises(PlanError, match="rank 0 holds 7 B of weights and states"):
-        lower_bound_ns(found, costs, split=False, memory_limit_bytes=7)
+        replica_bounds(found, costs, split=False, memory_limit_bytes=7)
 
 
 def test_the_bound_knows_that_stages_on_one_rank_share_it_and_need_no_transfer() -> None:
     costs = costs_of([[10], [10]], [[20], [20]], transfer=3)
-    assert lower_bound_ns((0, 0), costs, split=False) == 60
-    assert lower_bound_ns((0, 1), costs, split=False) == 66
+    assert replica_bounds((0, 0), costs, split=False).best_ns == 60
+    assert replica_bounds((0, 1), costs, split=False).best_ns == 66
     with pytest.raises(PlanError, match="the placement has 3 stages but the costs have 2"):
-        lower_bound_ns((0, 1, 2), costs, split=False)
+        replica_bounds((0, 1, 2), costs, split=False)
 
 
 def test_impossible_arguments_are_refused_with_their_bound() -> None:

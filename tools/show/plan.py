@@ -286,15 +286,8 @@ def certificate_of_file(plan: PlanFile) -> Certificate | None:
         return None
     replicas = []
     for replica in plan.replicas:
-        bounds_ns = {name: round(seconds * 1e9) for name, seconds in replica.bounds_s.items()}
-        replicas.append(
-            ReplicaBounds(
-                stage_ns=bounds_ns["stage"],
-                chain_ns=bounds_ns["chain"],
-                heads_tails_ns=bounds_ns["heads_tails"],
-                byte_time_ns=bounds_ns.get("byte_time"),
-            )
-        )
+        bounds_ns = {f"{name}_ns": round(seconds * 1e9) for name, seconds in replica.bounds_s.items()}
+        replicas.append(ReplicaBounds(**bounds_ns))
     return Certificate(
         makespan_ns=round(max(replica.makespan_s for replica in plan.replicas) * 1e9),
         replicas=tuple(replicas),

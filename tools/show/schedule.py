@@ -23,7 +23,7 @@ from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import lower_bound_ns
+from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import peak_bytes, simulate, simulate_ns, validate
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, from_csv, parse_lines, picture, pieces_in_json, read_plan_json
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
@@ -199,7 +199,7 @@ def view_of(
         schedule=schedule,
         trace=simulate(schedule, costs).with_pieces(pieces or {}),
         makespan_ns=makespan_ns,
-        lower_bound_ns=lower_bound_ns(schedule, costs, split=schedule.is_split),
+        lower_bound_ns=replica_bounds(schedule, costs, split=schedule.is_split).best_ns,
         bubble_ratio=1 - busy_ns / (len(schedule.ranks) * makespan_ns),
         inner_bubble_ratio=1 - busy_ns / inner_ns,
         in_flight=tuple(held / on_rank[rank] for rank, held in enumerate(activations)),
