@@ -3,21 +3,18 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <iterator>
 #include <numeric>
 #include <utility>
 #include <vector>
 
-namespace dynapipe {
+#include "numbers.hpp"
 
-using i64 = std::int64_t;
+namespace dynapipe {
 
 class Balance {
  public:
-  using Groups = std::vector<std::vector<int>>;
-
   Balance(Groups groups, const std::vector<i64>& costs, bool equal_counts)
       : groups_(std::move(groups)), costs_(costs), equal_counts_(equal_counts) {
     for (std::size_t g = 0; g < groups_.size(); ++g) {

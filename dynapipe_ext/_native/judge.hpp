@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <numeric>
 #include <queue>
@@ -11,9 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "numbers.hpp"
+
 namespace dynapipe {
 
-using i64 = std::int64_t;
 using Step = std::tuple<i64, i64, i64, i64>;  // slot that must be filled, duration, slot that is filled, delay
 using Spans = std::vector<std::vector<std::pair<i64, i64>>>;
 
@@ -55,7 +55,7 @@ inline std::pair<Spans, std::vector<std::pair<int, int>>> run_steps(const std::v
 }
 
 // Least possible max(end + tail) over preemptive orders of jobs on one machine: always run the largest tail.
-inline i64 preemptive_ns(const i64* heads, const i64* durations, const i64* tails, std::size_t count) {
+inline i64 bound_machine_ns(const i64* heads, const i64* durations, const i64* tails, std::size_t count) {
   std::vector<std::size_t> order(count);
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return heads[a] < heads[b]; });

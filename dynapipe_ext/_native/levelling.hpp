@@ -1,6 +1,4 @@
 // Cuts and replicas made even by what every rank has to do, before an order is simulated.
-//
-// Twin: schedules/search/levelling.py.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +19,6 @@ struct RankTimes {
 
 class Levelling {
  public:
-  using Groups = std::vector<std::vector<int>>;
   using Range = std::pair<int, int>;  // items first .. end - 1; first < 0: merged away
 
   // `shape` [last item][items - 1]: the shape of a cut, or -1 where it may not be a micro-batch.

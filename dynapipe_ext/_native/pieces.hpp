@@ -2,13 +2,11 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
 #include <vector>
 
-namespace dynapipe {
+#include "numbers.hpp"
 
-using i64 = std::int64_t;
-constexpr i64 kNever = i64{1} << 60;
+namespace dynapipe {
 
 // A micro-batch's costs on a stage. Transfer is to or from the next stage.
 enum Field { kForward, kGradient, kWeight, kStored, kWorking, kTransfer, kFields };

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <queue>
 #include <stdexcept>
@@ -12,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-namespace dynapipe::programs {
+#include "numbers.hpp"
 
-using i64 = std::int64_t;
+namespace dynapipe::programs {
 
 enum Letter : int { kLoad, kForward, kBackward, kBackwardInput, kBackwardWeight, kSend, kRecv, kWaitSend, kWaitRecv };
 
@@ -22,7 +21,7 @@ enum Letter : int { kLoad, kForward, kBackward, kBackwardInput, kBackwardWeight,
 struct Instruction {
   int letter, stage, micro_batch, is_gradient, peer, channel, specs;
 };
-constexpr int kColumns = sizeof(Instruction) / sizeof(int);
+constexpr std::size_t kColumns = sizeof(Instruction) / sizeof(int);
 
 struct Action {
   int letter, stage, micro_batch;

@@ -1,7 +1,8 @@
-// Samples exchanged between micro-batches of two sides. Twin: schedules/search/regrouping.py.
+// Samples exchanged between micro-batches of two sides.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -11,9 +12,7 @@ namespace dynapipe {
 
 class Regrouping {
  public:
-  using Groups = std::vector<std::vector<int>>;
-
-  Regrouping(Groups groups, const std::vector<i64>& encoder, const std::vector<i64>& decoder, const std::vector<double>& law,
+  Regrouping(Groups groups, const std::vector<i64>& encoder, const std::vector<i64>& decoder, const std::array<double, 6>& law,
              i64 most_tokens)
       : groups_(std::move(groups)), lengths_{&encoder, &decoder}, law_(law), most_tokens_(most_tokens) {
     for (const auto& group : groups_) {
@@ -119,7 +118,7 @@ class Regrouping {
 
   Groups groups_;
   const std::vector<i64>* lengths_[2];
-  std::vector<double> law_;
+  std::array<double, 6> law_;
   std::vector<Shape> shapes_;
   std::vector<double> cost_, most_;
   i64 most_tokens_;

@@ -3,17 +3,23 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
+#include <utility>
 #include <vector>
 
-namespace dynapipe {
+#include "numbers.hpp"
 
-using i64 = std::int64_t;
+namespace dynapipe {
 
 // The axes of a rectangular grid of points.
 struct Grid {
   static constexpr int kMost = 8;  // axes
   std::vector<std::vector<double>> axes;
+
+  std::size_t num_points() const {
+    std::size_t points = 1;
+    for (const auto& axis : axes) points *= axis.size();
+    return points;
+  }
 
   // Multilinear values [column][place] at `places` [axis][place], of `values` [column][point]: the smallest coordinate
   // counts below the grid. A place is known within the grid if all corners with weight are. One fixed order of
@@ -21,8 +27,7 @@ struct Grid {
   void interpolate(const double* values, std::size_t columns, const bool* known, const double* places, std::size_t count,
                    double* total, char* is_known) const {
     const int dimensions = static_cast<int>(axes.size());
-    std::size_t points = 1;
-    for (const auto& axis : axes) points *= axis.size();
+    const std::size_t points = num_points();
     std::fill(total, total + columns * count, 0.0);
     for (std::size_t k = 0; k < count; ++k) {
       std::size_t low[kMost], high[kMost];
@@ -55,45 +60,55 @@ struct Grid {
   }
 };
 
-// The cheapest cuts of a sequence into parts that cost at most `bound` each; of equal sums fewer items come last.
-// `costs[end - 1][items - 1]` in rows of `stride`, of which the first `widths[end - 1]` count. `ends` receives the end of each part; the sum
-// is `kUnreached` or more where there are no such cuts.
+// The costs of the parts of a sequence: the part of `items` that ends before `end` has that at
+// `costs[(end - 1) * stride + items - 1]`, of which the first `widths[end - 1]` count.
+struct CutCosts {
+  const i64* costs;
+  int items, stride;
+  const int* widths;
+
+  // Calls `visit(items, cost)` for every part with this end.
+  template <typename Visit>
+  void visit_parts(int end, Visit visit) const {
+    const i64* row = costs + static_cast<std::size_t>(end - 1) * stride;
+    for (int r = 1; r <= std::min(widths[end - 1], end); ++r) visit(r, row[r - 1]);
+  }
+};
+
 constexpr i64 kUnreached = i64{1} << 61;
 
-inline i64 cheapest_cuts(const i64* costs, int items, int stride, const int* widths, i64 bound, std::vector<int>* ends) {
-  std::vector<i64> sums(items + 1, kUnreached);
-  std::vector<int> taken(items + 1, 1);
+// Returns the sum of the cheapest cuts into parts that cost at most `bound` each (kUnreached or more if there are none),
+// and the end of each part. Equal sums have fewer items last.
+inline std::pair<i64, std::vector<int>> find_cheapest_cuts(const CutCosts& costs, i64 bound) {
+  std::vector<i64> sums(costs.items + 1, kUnreached);
+  std::vector<int> taken(costs.items + 1, 1), ends;
   sums[0] = 0;
-  for (int end = 1; end <= items; ++end) {
-    const i64* row = costs + static_cast<std::size_t>(end - 1) * stride;
-    const int most = std::min(widths[end - 1], end);
+  for (int end = 1; end <= costs.items; ++end) {
     i64 best = kUnreached;
-    for (int r = 1; r <= most; ++r) {
-      const i64 total = row[r - 1] > bound ? kUnreached : sums[end - r] + row[r - 1];
+    costs.visit_parts(end, [&](int items, i64 cost) {
+      const i64 total = cost > bound ? kUnreached : sums[end - items] + cost;
       if (total < best) {
         best = total;
-        taken[end] = r;
+        taken[end] = items;
       }
-    }
+    });
     sums[end] = best;
   }
-  ends->clear();
-  for (int end = items; end > 0; end -= taken[end]) ends->push_back(end);
-  std::reverse(ends->begin(), ends->end());
-  return sums[items];
+  for (int end = costs.items; end > 0; end -= taken[end]) ends.push_back(end);
+  std::reverse(ends.begin(), ends.end());
+  return {sums[costs.items], ends};
 }
 
-// The smallest bound under which there are cuts.
-inline i64 least_bound(const i64* costs, int items, int width, const int* widths) {
-  std::vector<i64> least(items + 1, i64{1} << 50);
+// Returns the smallest bound under which there are cuts.
+inline i64 find_least_bound(const CutCosts& costs) {
+  std::vector<i64> least(costs.items + 1, i64{1} << 50);
   least[0] = 0;
-  for (int end = 1; end <= items; ++end) {
-    const i64* row = costs + static_cast<std::size_t>(end - 1) * width;
+  for (int end = 1; end <= costs.items; ++end) {
     i64 best = i64{1} << 62;
-    for (int r = 1; r <= std::min(widths[end - 1], end); ++r) best = std::min(best, std::max(least[end - r], row[r - 1]));
+    costs.visit_parts(end, [&](int items, i64 cost) { best = std::min(best, std::max(least[end - items], cost)); });
     least[end] = best;
   }
-  return least[items];
+  return least[costs.items];
 }
 
 }  // namespace dynapipe

@@ -26,7 +26,7 @@ NO_LIMIT = 1 << 20  # of micro-batches, for a dispatch policy
 
 class CostField(IntEnum):
     """The index of each number in a record of costs. The first three are the actions: F, the gradient (B, or I if
-    backwards are split) and W. Twin: `Field` in the native core."""
+    backwards are split) and W. The native core has the same order."""
 
     FORWARD = 0
     GRADIENT = 1
@@ -129,7 +129,7 @@ class SearchState:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """What the search may do, and what it costs.
+    """What the search may do, and what it costs. The native core reads the fields by their names.
 
     `records` (kinds, shapes, stages, fields) and `shapes` are those of a `Start`; `free_bytes` of each rank are the
     limit less what is static. With `equal_counts` each replica keeps its number of cuts. Under `noise`, the
@@ -165,24 +165,7 @@ class Problem:
         far, whatever the number that is to follow. A function of its arguments; the first of equals stays. The actions
         take long to write down, so they can be left out.
         """
-        ranges, groups, _, makespans, actions = native.search(
-            self.records,
-            np.ascontiguousarray(self.shapes, np.int32),
-            list(self.stage_ranks),
-            list(self.free_bytes),
-            list(self.short_stages),
-            self.split,
-            self.working_in_backward,
-            list(self.policies),
-            list(cuts),
-            [[list(order) for order in replica] for replica in orders],
-            schedule._replace(seed=schedule.seed % (1 << 64)),
-            self.equal_counts,
-            (0, 1) if self.cores is None else (self.cores.tp, self.cores.num_cores),
-            list(map(list, self.sample_pieces)),
-            self.noise,
-            with_actions,
-        )
+        ranges, groups, makespans, actions = native.search(self, cuts, orders, schedule, with_actions)
         left = sorted((Cut(*cut), m) for m, cut in enumerate(ranges) if cut[0] >= 0)  # the rest are merged away
         place = {m: i for i, (_, m) in enumerate(left)}
         new_cuts, new_groups = [cut for cut, _ in left], [[place[m] for m in group] for group in groups]
