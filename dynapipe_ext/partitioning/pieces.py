@@ -11,8 +11,14 @@ from typing import Literal
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Pieces, Recompute, SampleLength, round_up
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.partitioning.packing import MicroBatchEvaluate, RowRule, document_costs, fill_lightest, in_row_order
-from dynapipe_ext.partitioning.rules import piece
+from dynapipe_ext.partitioning.packing import (
+    MicroBatchEvaluate,
+    RowRule,
+    dearest_first,
+    document_costs,
+    fill_lightest,
+    in_row_order,
+)
 
 PIECE_TOKENS = (2048, 4096, 8192, 16384, 32768)  # that are tried where the planner chooses
 FINER_TOKENS = (2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152)  # where it chooses a width, too
@@ -207,6 +213,17 @@ def _first_alike_in_time(
     return MicroBatch((SampleLength(0, math.ceil(max(firsts))),), "packed", recompute, "carried")
 
 
+def piece(sample: SampleLength, offset: int, length: int) -> SampleLength:
+    """Return positions offset .. offset + length of a decoder-only sample, with the targets that lie in them.
+
+    >>> [piece(SampleLength(7, 10, target=4), at, 5).target for at in (0, 3, 5)]
+    [0, 2, 4]
+    """
+    first_target = sample.encoder - sample.target
+    target = max(0, offset + length - max(offset, first_target))
+    return SampleLength(sample.index, length, 0, target, sample.start + offset)
+
+
 def in_pieces(sample: SampleLength, most_tokens: int, multiple: int, time: RowTime) -> list[SampleLength]:
     """A sample in as few pieces as pieces of `most_tokens` would be, alike in time (where squares cost nothing, in
     length). The length of each but the last is a multiple of `multiple`.
@@ -242,10 +259,11 @@ def rows_with_pieces(
         return heads
     loads = evaluate(heads)[0].tolist() if heads else []
     costs = document_costs(short, evaluate, rule)
-    fills = [head.samples[0].encoder for head in heads]
-    free = sum(max(0, rule.room - fill) for fill in fills)
+    order = dearest_first(short, costs)
+    starts = [(load, head.samples[0].encoder, 0) for load, head in zip(loads, heads, strict=True)]
+    free = sum(max(0, rule.room - fill) for _, fill, _ in starts)
     num_rows = max(0, -(-(sum(s.encoder for s in short) - free) // rule.room))
-    while (rows := _filled(short, costs, fills + [0] * num_rows, loads + [0] * num_rows, rule.room)) is None:
+    while (rows := fill_lightest(short, costs, order, [*starts, *[(0, 0, 0)] * num_rows], rule.room)) is None:
         num_rows += 1 + num_rows // _LOOSER
     mixed = [_piece_row(rule, (*head.samples, *in_row_order(row))) for head, row in zip(heads, rows, strict=False)]
     return mixed + [rule.row(row) for row in rows[len(heads) :] if row]
@@ -253,13 +271,3 @@ def rows_with_pieces(
 
 def _piece_row(rule: RowRule, samples: tuple[SampleLength, ...]) -> MicroBatch:
     return MicroBatch(samples, "packed", rule.recompute, "carried", rule.pad_multiple)
-
-
-def _filled(
-    samples: Sequence[SampleLength], weights: Sequence[int], fills: Sequence[int], loads: Sequence[int], room: int
-) -> list[list[SampleLength]] | None:
-    """The documents of each row, beside the `fills` positions that are taken already; None where one finds no room."""
-    rows: list[list[SampleLength]] = [[] for _ in fills]
-    order = sorted(range(len(samples)), key=lambda i: (-weights[i], -samples[i].tokens, i))
-    fits = fill_lightest(samples, weights, order, rows, loads, [[fill, 0] for fill in fills], room)
-    return rows if fits else None

@@ -35,7 +35,7 @@ from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.partitioning.balance import assign_replicas
-from dynapipe_ext.partitioning.packing import RowRule, document_costs, micro_batch_evaluate, pack
+from dynapipe_ext.partitioning.packing import RowRule, dearest_first, document_costs, micro_batch_evaluate, pack
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.plan_rules import ScheduleName
 
@@ -95,7 +95,7 @@ def simple_packings(samples: Sequence[SampleLength], costs: AnalyticCosts, dp: i
         weights = document_costs(samples, micro_batch_evaluate(costs), RowRule(max_tokens=room))
         least = -(-sum(s.encoder for s in samples) // room)
         for count in sorted({-(-least // dp) * dp, -(-(least * 11 // 10) // dp) * dp}):
-            if rows := pack(samples, weights, count, room):
+            if rows := pack(samples, weights, count, room, dearest_first(samples, weights)):
                 yield f"balanced {room} x {count}", rows
 
 

@@ -21,7 +21,6 @@ from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.job.configured import check_fits, make_planner, topology_of, unfit_rivals, variants
 from dynapipe_ext.partitioning.padded import Caps, ordered, price_cuts
 from dynapipe_ext.partitioning.rules import (
-    dynapipe_rule,
     fixed_rows,
     packed_documents,
     pad_to_batch_max,
@@ -133,14 +132,13 @@ def test_a_short_batch_keeps_the_cap_on_tokens() -> None:
     ("call", "message"),
     [
         (lambda s: pad_to_batch_max(s, dp=2, rows_per_micro_batch=1, equal_counts=True), "3 samples .* 4 micro-batch"),
-        (lambda s: fixed_rows(s, row_len=1, dp=2, equal_counts=True), "3 positions cannot fill 4 rows"),
+        (lambda s: fixed_rows(s, row_len=1, dp=2, equal_counts=True), "3 positions cannot fill 4 micro-batches"),
         (
             lambda s: packed_documents(
                 s, lambda m: (np.ones(len(m), np.int64),) * 2, max_tokens=1, dp=2, equal_counts=True
             ),
             "3 samples do not spread over 4 or 2 rows of 1 positions",
         ),
-        (lambda s: dynapipe_rule(s, COSTS, ("none",), pp=2, dp=4, equal_counts=True), "3 samples .* 4 replicas"),
     ],
 )
 def test_equal_counts_that_cannot_be_are_refused_with_the_numbers(call: Any, message: str) -> None:

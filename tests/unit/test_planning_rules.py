@@ -87,7 +87,7 @@ def best_packed(
     equal_counts: bool = False,
 ) -> list[MicroBatch]:
     rows = RowPackings.of(samples, evaluate, RowRule(max_tokens=max_tokens))
-    return rows.best(evaluate, pp=pp, dp=dp, max_bytes=max_bytes, equal_counts=equal_counts)
+    return list(rows.finalists(evaluate, pp=pp, dp=dp, max_bytes=max_bytes, equal_counts=equal_counts)[0])
 
 
 def packed_rows(lengths: list[int], num_rows: int, **rule: Any) -> list[MicroBatch]:
@@ -262,7 +262,6 @@ def row(lengths: list[int], **more: Any) -> object:
         (lambda: pad([9] * 3, dp=2, max_tokens=9, equal_counts=True), "3 samples .* no two of them"),
         (lambda: row([9, 200]), "sample 1 has 200 positions .* has 100"),
         (lambda: row([9, 99], max_bytes=9500), "sample 1 with 99 positions needs 99,000 B but 9,500 B is"),
-        (lambda: fixed_rows(sample_lengths([9]), row_len=10, dp=2, equal_counts=True), "1 samples .* 2 replicas"),
         (lambda: fixed_rows([SampleLength(4, 3, 2)], row_len=10, dp=1), "sample 4 has a decoder side"),
         (lambda: pad_to_batch_max(sample_lengths([9, 200]), dp=1, max_tokens=100), "sample 1 makes rows of 200"),
         (lambda: assign_replicas([5], 2), "1 micro-batches cannot feed 2 replicas"),
@@ -324,8 +323,8 @@ def test_rows_packed_once_and_judged_several_times_are_those_packed_for_each(
 
     monkeypatch.setattr(packing, "pack", counted)
     rows = RowPackings.of(samples, BY_BATCH, RowRule(max_tokens=1000))
-    shared = [rows.best(judge, pp=4, dp=2, max_bytes=cap, equal_counts=False) for judge in judges]
-    assert shared == alone
+    shared = [rows.finalists(judge, pp=4, dp=2, max_bytes=cap, equal_counts=False) for judge in judges]
+    assert [list(best) for best, *_ in shared] == alone
     assert len(packed) == len(set(packed))
 
 
