@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 
 from dynapipe_ext.batch.micro_batches import Attention, MicroBatch, Recompute, SampleLength
@@ -145,27 +146,14 @@ class RowPackings:
         PlanError, naming a sample that is above the byte limit by itself.
         """
         most = len(self.samples) // dp * dp if equal_counts else len(self.samples)
-        estimates: dict[int, tuple[int, int, int]] = {}  # the sum, with the least t, with the largest t
-        refusal: PlanError | None = None
-
-        def estimate(counts: Sequence[int]) -> None:
-            nonlocal refusal
-            for count in counts:
-                try:
-                    time_ns = self._priced(count, evaluate, dp=dp, max_bytes=max_bytes)
-                except PlanError as error:
-                    refusal = error
-                    continue
-                whole, weight = int(time_ns.sum()), dp * (pp - 1)
-                estimates[count] = whole, whole + weight * int(time_ns.min()), whole + weight * int(time_ns.max())
-                if estimates[count][1] > _WORSE * min(high for _, _, high in estimates.values()):
-                    return
+        estimates: dict[int, tuple[int, int, int]] = {}
+        estimate = partial(self._estimate, estimates, evaluate, pp=pp, dp=dp, max_bytes=max_bytes)
 
         def best(column: int) -> int:
             return min(estimates, key=lambda count: (estimates[count][column], count))
 
         coarse = list(_counts(self.least, most, dp, 2 if tries > 1 else 1))
-        estimate(coarse)
+        refusal = estimate(coarse)
         if not estimates:  # that of one row per sample, the last one tried
             assert refusal is not None
             raise refusal
@@ -174,6 +162,31 @@ class RowPackings:
         close = sorted({*ends, *(count for count in coarse if count in estimates and min(ends) < count < max(ends))})
         chosen = [best(2), *close[:: -(-len(close) // tries)], close[-1], *([best(0)] if is_split else [])]
         return [rows for count in dict.fromkeys(chosen) if (rows := self.numbering(count)) is not None]
+
+    def _estimate(
+        self,
+        estimates: dict[int, tuple[int, int, int]],
+        evaluate: MicroBatchEvaluate,
+        counts: Sequence[int],
+        *,
+        pp: int,
+        dp: int,
+        max_bytes: int | None,
+    ) -> PlanError | None:
+        """Add (the sum, with the least t, with the largest t) of numbers of rows as long as that may pay; return the
+        last refusal."""
+        refusal = None
+        for count in counts:
+            try:
+                time_ns = self._priced(count, evaluate, dp=dp, max_bytes=max_bytes)
+            except PlanError as error:
+                refusal = error
+                continue
+            whole, weight = int(time_ns.sum()), dp * (pp - 1)
+            estimates[count] = whole, whole + weight * int(time_ns.min()), whole + weight * int(time_ns.max())
+            if estimates[count][1] > _WORSE * min(high for _, _, high in estimates.values()):
+                break
+        return refusal
 
     def _priced(self, count: int, evaluate: MicroBatchEvaluate, *, dp: int, max_bytes: int | None) -> IntArray:
         """Return the time of each of `count` rows. Raises PlanError if they are too tight or cannot run."""
