@@ -11,17 +11,11 @@ from typing import Any, NoReturn
 
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.settings.declared import layer_counts
+from dynapipe_ext.settings.removed import refuse_removed
 from dynapipe_ext.tools.files import ALONE, deliver_error
 
 _MOST_POSITIONS = 1 << 40  # of a sample
 _NUMBERS = re.compile(r"[0-9.,]+")
-_REMOVED_FLAGS = {
-    **dict.fromkeys(
-        ("--partitions", "--keep-sequential-samples"), "leave it out, as documents keep the order of the input"
-    ),
-    **dict.fromkeys(("--split-sentences", "--lang", "--keep-newlines"), "give texts as lists of sentences"),
-    "--json-key": "use --json-keys",
-}
 _STATUSES = {
     0: "done",
     1: "a defect of dynapipe, after its traceback",
@@ -45,8 +39,10 @@ class CommandParser(argparse.ArgumentParser):
             words = [word.partition("=")[0] for word in self._line_words]
             for word in words[: words.index("--") if "--" in words else None]:
                 if word.startswith("--") and word not in self._option_string_actions:
-                    if word in _REMOVED_FLAGS:
-                        self.error(f"{word} was removed: {_REMOVED_FLAGS[word]}")
+                    try:
+                        refuse_removed([word])
+                    except ConfigError as error:
+                        self.error(str(error))
                     self.error(f"unknown {word}{did_you_mean(word, self._option_string_actions)}")
         parsed, unknown = super().parse_known_args(self._with_lists_joined(self._line_words), namespace)
         if unknown:

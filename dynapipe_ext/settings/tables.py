@@ -24,7 +24,6 @@ from dynapipe_ext.settings.plan_rules import PlanRules
 
 PlacementChoice = Literal[PlacementName, "auto"]
 VocabularyChoice = Literal[Vocabulary, "auto"]
-SaveFormat = Literal["hf", "megatron", "deepspeed"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 TemplateChoice = Literal["auto", "chat", "prompt", "text", "preference"]
 PreferenceKind = Literal["", "dpo", "ipo", "orpo", "simpo"]
@@ -36,16 +35,14 @@ _MOMENTS = {"adagrad": 1, "lion": 1, "sgd": 0}  # of each parameter, by an optim
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """How long the run is, and what it writes. `epochs` above 0 counts passes over the data and replaces `steps`. The
-    figures of all ranks are gathered every `log_every` steps. The run's page draws the last `traced_steps`. An empty
-    `run_dir` means a new directory under runs/, named by the time. `wandb` is the name of a project of Weights &
-    Biases."""
+    figures of all ranks are gathered every `log_every` steps. An empty `run_dir`
+    means a new directory under runs/, named by the time. `wandb` is the name of a project of Weights & Biases."""
 
     steps: int = setting(40, "--steps", "optimizer steps", at_least=1)
     epochs: float = setting(0.0, "--epochs", "passes over the data, instead of steps", "N", at_least=0, at_most=10_000)
     seed: int = setting(0, "--seed", "of data order, weights and dropout", at_least=0)
     run_dir: str = setting("", "--run-dir", "report, traces, events (default: runs/ and the time)", "DIR")
     log_every: int = setting(1, "--log-every", "steps between lines of the log", at_least=1)
-    traced_steps: int = setting(3, at_least=0)
     tensorboard: bool = setting(False)
     wandb: str = setting("", "--wandb", "log to Weights & Biases", "PROJECT")
 
@@ -243,7 +240,6 @@ class DataSettings:
     batch_size: int = setting(0, "--batch-size", "samples of a step, instead", at_least=0)
     drop_last: bool = setting(False)
     num_workers: int = setting(1, "--num-workers", "planner processes; 0: in line", at_least=0, at_most=1 << 12)
-    prefetch_steps: int = setting(2, at_least=1, at_most=1 << 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,21 +336,17 @@ class CheckpointSettings:
     every 10 minutes, or after 20 times the duration of the last save if that is longer, and leaves out saves for which
     the disk has no room. Others are tried again after a minute, and the last one waits for room, up to an hour. The
     `keep_last` newest checkpoints stay (0: all). With `keep_best` the one of the least loss stays too, of the
-    validation loss where there is one. `background`: training goes on while a copy is written. After a signal to end,
-    the run saves and ends within `grace_s`. At its end the run writes its model into the folder `output`, in the format
-    `save_format`: the checkpoint that `keep_best` kept, else the last one. Of a run of adapters that is the adapters
-    alone, and `output_merged` is the base with them merged in, in the base's dtype."""
+    validation loss where there is one. After a signal to end, the run saves and ends within `grace_s`.
+    At its end the run writes its model into the folder `output`: the checkpoint that `keep_best` kept, else the last
+    one. A run of adapters writes only the adapters."""
 
     output: str = setting("", "--output", "folder to make of the trained model", "DIR")
-    output_merged: str = setting("", "--output-merged", "folder to make of the base with --lora's adapters", "DIR")
-    save_format: SaveFormat = setting("hf", "--save-format", "of --output")
     save_every: int = setting(0, "--save-every", "between checkpoints", "STEPS", at_least=0)
     save_minutes: Literal["auto"] | float = setting(
         "auto", "--save-minutes", "between checkpoints; auto: about 10", "M", parse=number_or_word, at_least=0
     )
     keep_last: int = setting(2, "--keep-last", "checkpoints that stay; 0: all", at_least=0)
     keep_best: bool = setting(False, "--keep-best", "by validation; --output is then it")
-    background: bool = setting(False)
     grace_s: float = setting(60.0, "--grace", "to save in after a signal", "SECONDS", above=0, at_most=1e7)
 
 

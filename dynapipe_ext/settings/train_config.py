@@ -23,6 +23,7 @@ from dynapipe_ext.settings.declared import Setting, check_declared, declared
 from dynapipe_ext.settings.deepspeed_settings import with_decided, with_read
 from dynapipe_ext.settings.model_settings import with_adapted, with_described
 from dynapipe_ext.settings.plan_rules import check_placed, check_rules, own_placement
+from dynapipe_ext.settings.removed import refuse_removed, translate_saved
 from dynapipe_ext.settings.tables import (
     CheckpointSettings,
     DataSettings,
@@ -69,8 +70,9 @@ class TrainConfig:
     named: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False, repr=False)
 
     @classmethod
-    def read(cls, path: str | Path, over: TrainConfig | None = None) -> TrainConfig:
-        """The settings that a file names, on top of `over` (None: the defaults).
+    def read(cls, path: str | Path, over: TrainConfig | None = None, *, is_saved: bool = False) -> TrainConfig:
+        """The settings that a file names, on top of `over` (None: the defaults); `is_saved` by a run, perhaps of an
+        earlier version.
 
         Errors: ConfigError naming the file, and the table and name that are unknown or of the wrong type.
         """
@@ -78,7 +80,7 @@ class TrainConfig:
             raw = parse_toml(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: cannot be read as TOML: {reason(error)}: give a file of settings") from error
-        over = over or cls()
+        over, raw = over or cls(), translate_saved(raw) if is_saved else raw
         config = cls.from_json(raw, str(path), over)
         return replace(config, named=over.named | {(table, name) for table, values in raw.items() for name in values})
 
@@ -89,6 +91,8 @@ class TrainConfig:
         Errors: ConfigError naming `where`, table, name, value and bound.
         """
         tables, over = declared_tables(), over or cls()
+        listed = {table: values for table, values in raw.items() if isinstance(values, Mapping)}
+        refuse_removed((f"[{table}] {name}" for table, names in listed.items() for name in names), f"{where}: ")
         refuse_unknown(raw, tables, where)
         if not_tables := [name for name in raw if not isinstance(raw[name], Mapping)]:
             raise ConfigError(f"{where}: {not_tables[0]} must be a table like [{not_tables[0]}]")
@@ -256,11 +260,6 @@ def check_data_settings(data: DataSettings, where: str) -> None:
             " files in mixture"
         )
     weighted_files(data.mixture)
-    if data.num_workers and data.prefetch_steps < 2:
-        raise ConfigError(
-            f"{where}: [data] prefetch_steps is {data.prefetch_steps} but must be at least 2 with planner processes"
-            f" (num_workers is {data.num_workers})"
-        )
     if bool(data.input_key) != bool(data.target_key):
         raise ConfigError(
             f"{where}: [data] input_key is {data.input_key!r} and target_key {data.target_key!r}: give both"

@@ -40,7 +40,7 @@ def engine_saver(
         engine.save_checkpoint(str(root), folder.name, save_latest=False, exclude_frozen_parameters=adapts)
 
     def write_model(folder: Path, run: RunState) -> None:
-        if (settings.output or settings.output_merged) and (settings.keep_best or run.step >= num_steps):
+        if settings.output and (settings.keep_best or run.step >= num_steps):
             with gathered(engine, trained_alone=adapts):
                 if parallel.coordinates.dp_rank == 0:
                     write_stages(parts, folder / MODEL_FOLDER)

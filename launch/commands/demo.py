@@ -84,7 +84,7 @@ def job_of_run(run_dir: Path) -> PlannedJob:
         raise ConfigError(f"{run_dir} holds no run, as it has no {missing[0]}: name a run's directory")
     costs, num_cores = read_run_costs(costs_file)
     return PlannedJob(
-        config=TrainConfig.read(settings),
+        config=TrainConfig.read(settings, is_saved=True),
         costs=costs,
         lengths=read_lengths(run_dir / "data" / "lengths.npy"),
         samples_from=f"the data of {run_dir}",

@@ -172,8 +172,6 @@ def _asked_of_megatron(config: TrainConfig) -> dict[str, bool]:
     return {
         "tp": config.topology.tp > 1,
         "the distributed optimizer": config.optimizer.distributed,
-        "saving in the background": config.checkpoint.background,
-        f"save_format {config.checkpoint.save_format}": config.checkpoint.save_format != "hf",
     }
 
 

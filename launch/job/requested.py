@@ -46,7 +46,6 @@ from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, num_
 from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.deepspeed_settings import read_deepspeed_config, settings_in
-from dynapipe_ext.settings.tables import CheckpointSettings
 from dynapipe_ext.settings.train_config import TrainConfig, add_setting_flags, settings_of_flags
 from dynapipe_ext.tools.console import counted, say_loading
 from dynapipe_ext.tools.step_listeners import require_tensorboard, require_wandb
@@ -254,48 +253,33 @@ def require_loggers(config: TrainConfig) -> None:
 
 def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:
     """Errors: ConfigError for an output folder that cannot be written once the model is trained, or that the run itself
-    reads or writes (`run_dir` empty: a new directory in runs/); for a model without a published form; for merged output
-    without adapters."""
-    output, merged, model = config.checkpoint.output, config.checkpoint.output_merged, config.model
-    if merged and not config.lora.enabled:
-        raise ConfigError(f"--output-merged {merged} merges adapters, but none train: add --lora, or give --output")
-    if merged and output:
-        one, two = (Path(os.path.abspath(place)).resolve() for place in (output, merged))
-        if one.is_relative_to(two) or two.is_relative_to(one):
-            raise ConfigError(f"--output-merged {merged} and --output {output} lie in one another: choose two folders")
-    if merged:
-        _refuse_place("--output-merged", merged, config, run_dir, overwrite=overwrite)
+    reads or writes (`run_dir` empty: a new directory in runs/); for a model without a published form."""
+    output = config.checkpoint.output
     if not output:
-        if config.checkpoint.save_format != CheckpointSettings().save_format:
-            raise ConfigError(f"--save-format {config.checkpoint.save_format} is of --output: give that, too")
         return
-    if model.described is None:
+    if config.model.described is None:
         raise ConfigError(
             f"--output {output} is for published models, but the model is in sizes of its own: name one by --model or"
             " --architecture, or convert the run's checkpoints"
         )
-    _refuse_place("--output", output, config, run_dir, overwrite=overwrite)
-
-
-def _refuse_place(flag: str, output: str, config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:
     place = Path(os.path.abspath(output))
     sources = map(Path, named_files(config).values())
     inside = place.resolve()
     if holders := [source for source in sources if source.exists() and source.resolve().is_relative_to(inside)]:
-        raise ConfigError(f"{flag} {output} holds {holders[0]}, which the run reads: choose another folder")
+        raise ConfigError(f"--output {output} holds {holders[0]}, which the run reads: choose another folder")
     own = (Path(run_dir) if run_dir else runs_folder(run_dir)).resolve()
     if own.is_relative_to(inside) or inside.is_relative_to(own / CHECKPOINTS):
-        raise ConfigError(f"{flag} {output} is where the run writes what is its own: choose a folder beside {own}")
+        raise ConfigError(f"--output {output} is where the run writes what is its own: choose a folder beside {own}")
     if place.exists() and not place.is_dir():
-        raise ConfigError(f"{flag} {output} is a file: choose a folder")
+        raise ConfigError(f"--output {output} is a file: choose a folder")
     is_own = bool(run_dir) and is_own_output(Path(run_dir), output)
     if place.is_dir() and any(place.iterdir()) and not overwrite and not is_own:
-        raise ConfigError(f"{flag} {output} holds something: choose another folder, or lose that by --overwrite")
+        raise ConfigError(f"--output {output} holds something: choose another folder, or lose that by --overwrite")
 
 
 def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrite: bool) -> Path:
     """The newest checkpoint of a run. Errors: ConfigError where the settings leave it nothing to do."""
-    overwrite = overwrite and not any(_outputs(config))  # what these hold may be lost
+    overwrite = overwrite and not config.checkpoint.output  # what that holds may be lost
     if compare or overwrite:
         raise ConfigError(f"--resume goes on with {run_dir}: leave out {'--compare' if compare else '--overwrite'}")
     newest = latest(run_dir / CHECKPOINTS)
@@ -316,13 +300,9 @@ def refuse_done(newest: Path, config: TrainConfig) -> None:
 
 def is_done(newest: Path, config: TrainConfig) -> bool:
     """Whether a checkpoint has done just the steps of the settings, its run has said so, and `output` is made."""
-    lacks_one = any(output and not Path(output).exists() for output in _outputs(config))
-    only_ends = is_unfinished(newest.parents[1]) or lacks_one
+    output = config.checkpoint.output
+    only_ends = is_unfinished(newest.parents[1]) or bool(output and not Path(output).exists())
     return read_manifest(newest).run.step == config.run.steps and not only_ends
-
-
-def _outputs(config: TrainConfig) -> tuple[str, str]:
-    return config.checkpoint.output, config.checkpoint.output_merged
 
 
 def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:

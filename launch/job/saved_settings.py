@@ -16,6 +16,7 @@ from typing import Any
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import checkpoints, read_manifest
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS
+from dynapipe_ext.settings.removed import translate_saved
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.toml_text import parse_toml
 
@@ -23,7 +24,6 @@ SETTINGS_FILE = "config.toml"
 _PROGRAMS = {("job", "redis_server"): "--redis-server"}
 _WRITTEN_PLACES = {
     ("checkpoint", "output"): "--output",
-    ("checkpoint", "output_merged"): "--output-merged",
     ("debug", "log_dir"): "--log-dir",
     ("debug", "plan_dir"): "--plan-dir",
 }
@@ -85,9 +85,9 @@ def read_saved_settings(run_dir: Path) -> TrainConfig | None:
     """
     file = run_dir / SETTINGS_FILE
     if not find_damage(run_dir):
-        return TrainConfig.read(file) if file.is_file() else None
+        return TrainConfig.read(file, is_saved=True) if file.is_file() else None
     newest = checkpoints(run_dir / CHECKPOINTS)[-1]
-    return TrainConfig.from_json(read_manifest(newest).run.settings, str(newest))
+    return TrainConfig.from_json(translate_saved(read_manifest(newest).run.settings), str(newest))
 
 
 def find_damage(run_dir: Path) -> str:

@@ -58,7 +58,7 @@ def build_megatron(
             run_arguments(architecture, config.model.dtype),
             keep_last=config.checkpoint.keep_last,
             keep_best=config.checkpoint.keep_best,
-            background=config.checkpoint.background,
+            background=device.type != "cpu",  # whose memory holds the copy
             num_bytes=num_bytes,
         )
 

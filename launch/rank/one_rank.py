@@ -106,7 +106,7 @@ def _train(env: RankEnv, job: SettledJob | JobRequest, end_signals: EndSignals, 
     job = context.job
     if env.rank == 0:  # alone, so that what goes wrong here is said once
         write_outcome(job, context.costs, spans)
-        for line in write_trained_model(job.config, job.run_dir, overwrite=job.overwrite):
+        if line := write_trained_model(job.config, job.run_dir, overwrite=job.overwrite):
             print(line)
     return 0
 

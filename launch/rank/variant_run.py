@@ -67,6 +67,8 @@ from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.run_events import EventsFile, note
 from dynapipe_ext.tools.console import seconds
 
+_TRACED_STEPS = 3  # the last ones, which the run's page draws
+
 
 @dataclass(frozen=True, slots=True)
 class NodeOfRank:
@@ -135,7 +137,7 @@ def run_variant(
             loader,
             _executors(context, config, built, transport, log),
             built.optimizer,
-            LoopSettings(num_steps=run.steps, log_every=run.log_every, traced_steps=run.traced_steps),
+            LoopSettings(num_steps=run.steps, log_every=run.log_every, traced_steps=_TRACED_STEPS),
             listeners,
             replace(
                 _hooks(context, config, built, log),
@@ -234,7 +236,6 @@ def _training_loader(
         num_workers=config.data.num_workers,
         store=context.store,
         delivery=PlanDelivery(
-            prefetch_steps=config.data.prefetch_steps,
             namespace=namespace,
             plan_key=context.job.keys.plan_key,
             timeout_s=config.job.timeout_s,

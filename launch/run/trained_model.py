@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,24 +22,16 @@ _CONFIG = "config.json"
 _OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that comes from elsewhere
 
 
-def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) -> Iterator[str]:
-    """Write `[checkpoint] output` and `output_merged`, where they are set, from the run's last checkpoint, or from the
-    best where `keep_best` is set. Yields a line for each written folder.
+def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) -> str:
+    """Write `[checkpoint] output`, if it is set, from the run's last checkpoint, or from the best with `keep_best`.
+    Return the line to print, empty without an output.
 
     A folder appears whole or not at all: it is written beside its place and renamed, over what is there where
     `overwrite` allows it or the run wrote that itself. Errors: DataError; the run and its checkpoints stay.
     """
-    settings = config.checkpoint
-    if output := settings.output:
-        step = _put(output, run_dir, lambda place: _write(config, run_dir, place), overwrite=overwrite)
-        yield f"the model after step {step} is in {output} ({settings.save_format})"
-    if output := settings.output_merged:
-        step = _put(output, run_dir, lambda place: _write_merged(config, run_dir, place), overwrite=overwrite)
-        yield f"the base with the adapters after step {step} merged in is in {output} (hf)"
-
-
-def _put(output: str, run_dir: Path, write: Callable[[Path], int], *, overwrite: bool) -> int:
-    """Have a folder written, and put it in its place; what `write` returns."""
+    output = config.checkpoint.output
+    if not output:
+        return ""
     place = Path(os.path.realpath(output))  # where it is a link, what that points to is replaced
     with writing_in(place.parent):
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +39,7 @@ def _put(output: str, run_dir: Path, write: Callable[[Path], int], *, overwrite:
     for left in (written, written.with_name(f"{written.name}.partial")):  # by a run that was killed
         shutil.rmtree(left, ignore_errors=True)
     with writing_in(written):
-        step = write(written)
+        step = _write(config, run_dir, written)
     overwrite = overwrite or is_own_output(run_dir, output)
     with suppress(DataError):  # without it, who goes on with the run needs --overwrite
         note_output(run_dir, output, written)
@@ -59,7 +51,7 @@ def _put(output: str, run_dir: Path, write: Callable[[Path], int], *, overwrite:
         raise DataError(
             f"{output} cannot be put in place ({error.strerror}): the model is whole in {written}, move it"
         ) from None
-    return step
+    return f"the model after step {step} is in {output} (hf)"
 
 
 def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
@@ -82,31 +74,15 @@ def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
 
 def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
     """The model as a new folder; the step that it is of."""
-    settings, source = config.checkpoint, _checkpoint(config, run_dir)
+    root = run_dir / CHECKPOINTS
+    source = checkpoints.best(root) if config.checkpoint.keep_best else checkpoints.latest(root)
     if config.model.uses_transformers:
         _lay_out(config, _published(config, source), written)
         return read_manifest(source).run.step
     from dynapipe_ext.tools.checkpoint import WriterOptions, convert, prepare_conversion
 
-    options = WriterOptions()
-    if settings.save_format == "megatron":
-        options = WriterOptions(tp=config.topology.tp, pp=config.topology.pp)
-    convert(prepare_conversion(source, written, settings.save_format, options, carry=_carried(config)))
+    convert(prepare_conversion(source, written, "hf", WriterOptions(), carry=_carried(config)))
     return read_manifest(source).run.step
-
-
-def _write_merged(config: TrainConfig, run_dir: Path, written: Path) -> int:
-    """The base with the run's adapters merged in; the step that they are of."""
-    from dynapipe_ext.tools.checkpoint import merge_adapters
-
-    source = _checkpoint(config, run_dir)
-    merge_adapters(_published(config, source), Path(config.model.init_from), written, carry=_carried(config))
-    return read_manifest(source).run.step
-
-
-def _checkpoint(config: TrainConfig, run_dir: Path) -> Path:
-    root = run_dir / CHECKPOINTS
-    return checkpoints.best(root) if config.checkpoint.keep_best else checkpoints.latest(root)
 
 
 def _published(config: TrainConfig, source: Path) -> Path:
@@ -115,7 +91,7 @@ def _published(config: TrainConfig, source: Path) -> Path:
     if not saved.is_dir():
         raise DataError(
             f"{source} was saved when it was not to be the run's output: dynapipe convert {source}"
-            f" {config.checkpoint.output or config.checkpoint.output_merged} --to hf"
+            f" {config.checkpoint.output} --to hf"
         )
     return saved
 

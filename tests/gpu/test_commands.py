@@ -130,7 +130,6 @@ def started(commands: Commands) -> Started:
         for place in (DEVICE, torch.device("cpu")):
             name = f"{kind}-{place.type}{'' if place is DEVICE else '-alone'}"
             outputs = ["--run-dir", name, "--output", f"{name}-trained"]
-            outputs += ["--output-merged", f"{name}-merged"] if words else []
             found[name] = start("train", *TUNED, *words, *outputs, device=place)
 
     def stopped() -> None:
@@ -217,8 +216,7 @@ def test_models_of_transformers_are_tuned_as_on_the_cpu(kind: str, commands: Com
     assert ("cpu" in reports[0]["device"]) == (DEVICE.type == "cpu")
     assert len(reports[0]["losses"]) == STEPS
     assert reports[0]["losses"] == pytest.approx(reports[1]["losses"], rel=1e-3)
-    files = ["trained/adapter_model", "merged/model"] if kind == "lora" else ["trained/model"]
-    for file in files:
+    for file in ["trained/adapter_model"] if kind == "lora" else ["trained/model"]:
         own, wanted = (load_file(commands.folder / f"{name}-{file}.safetensors") for name in (here, there))
         assert own.keys() == wanted.keys()
         for name, weight in wanted.items():

@@ -18,7 +18,6 @@ from tests.support.tiny_sizes import TINY_SIZES
 SETTINGS = f"""
 [run]
 steps = 5
-traced_steps = 1
 [topology]
 tp = 2
 pp = 2

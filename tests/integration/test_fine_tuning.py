@@ -211,19 +211,16 @@ def test_losses_and_the_saved_model_are_those_of_a_plain_loop(case: Case, traine
     assert (folder / "trained" / "generation_config.json").is_file()
 
 
-@pytest.mark.parametrize("form", ["megatron", "deepspeed"])
-def test_the_model_may_be_left_in_another_form_in_the_place_of_an_old_one(
-    form: Any, trained: Path, tmp_path: Path
-) -> None:
+def test_the_model_may_be_left_in_the_place_of_an_old_one_and_through_a_link(trained: Path, tmp_path: Path) -> None:
     run = trained / CASES[4].name / "run"
     config = TrainConfig.read(run / "config.toml")
     link, place = tmp_path / "link", tmp_path / "disk" / "out"
     link.symlink_to(place)
-    config = config.with_values(checkpoint={"output": str(link), "save_format": form})
+    config = config.with_values(checkpoint={"output": str(link)})
     place.mkdir(parents=True)
     (place / "notes").write_text("old")
-    (line,) = write_trained_model(config, run, overwrite=True)
-    assert line == f"the model after step {STEPS} is in {link} ({form})"
+    line = write_trained_model(config, run, overwrite=True)
+    assert line == f"the model after step {STEPS} is in {link} (hf)"
     assert [path.name for path in place.parent.iterdir()] == ["out"]
     assert link.is_symlink()
     assert {path.name for path in tmp_path.iterdir()} == {"disk", "link"}
@@ -240,7 +237,7 @@ def test_a_model_whose_place_was_taken_meanwhile_is_whole_beside_it(trained: Pat
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes").touch()
     with pytest.raises(DataError, match=r"out cannot be put in place .*: the model is whole in .*\.out\.written"):
-        list(write_trained_model(config, run, overwrite=False))
+        write_trained_model(config, run, overwrite=False)
     assert (tmp_path / "out" / "notes").exists()
     assert tensors_in(tmp_path / ".out.written")
 
@@ -250,7 +247,7 @@ def test_a_run_replaces_the_output_that_it_wrote_itself_and_no_other(trained: Pa
     run.symlink_to(trained / CASES[1].name / "run")
     config = TrainConfig.read(run / "config.toml").with_values(checkpoint={"output": str(tmp_path / "out")})
     for _ in range(2):
-        (line,) = write_trained_model(config, run, overwrite=False)
+        line = write_trained_model(config, run, overwrite=False)
         refuse_output(config, str(run), overwrite=False)
     assert line == f"the model after step {STEPS} is in {tmp_path / 'out'} (hf)"
     with pytest.raises(ConfigError, match="out holds something: choose another folder, or lose that by --overwrite"):
@@ -263,7 +260,7 @@ def test_a_run_replaces_the_output_that_it_wrote_itself_and_no_other(trained: Pa
     with pytest.raises(ConfigError, match="out holds something: choose another folder, or lose that by --overwrite"):
         refuse_output(config, str(run), overwrite=False)
     with pytest.raises(DataError, match=r"out cannot be put in place"):
-        list(write_trained_model(config, run, overwrite=False))
+        write_trained_model(config, run, overwrite=False)
 
 
 def test_a_wider_checkpoint_is_rounded_to_the_weights_and_whole_in_their_masters(

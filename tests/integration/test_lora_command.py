@@ -17,6 +17,7 @@ from dynapipe_ext.executor.checkpoints.folder import read_manifest, refuse_other
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_folder
 from dynapipe_ext.executor.stages.transformers.saving import load_adapters, save_parts
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.checkpoint import merge_adapters
 from tests.integration.test_fine_tuning import (
     BATCH,
     DECAY,
@@ -37,7 +38,6 @@ from tests.support.preloaded import Preloaded
 peft: Any = pytest.importorskip("peft")
 from dynapipe_ext.executor.stages.transformers.adapters import add_adapters  # noqa: E402
 
-AGAIN = ("--output-merged", "wide-merged", "--overwrite")
 RANKS = {
     "alone": (),
     "spread": ("--pp", "2", "--dp", "2", "--placement", "v", "--split-backward"),
@@ -64,19 +64,20 @@ def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFact
         file = {"gradient_clipping": "auto", "zero_optimization": {"stage": stage}}
         (folder / f"zero{stage}.json").write_text(json.dumps(file))
     for name, ranks in RANKS.items():
-        outputs = ["--run-dir", name, "--output", f"{name}-adapter", "--output-merged", f"{name}-merged"]
+        outputs = ["--run-dir", name, "--output", f"{name}-adapter"]
         said = preloaded_transformers.train(*given, *long, *ranks, *outputs, cwd=folder)
+        merge_adapters(folder / f"{name}-adapter", folder / "model", folder / f"{name}-merged")
         assert "lora: 896 weights of adapters train (" in said
         assert "(about 10.8 kB each, " in said  # 12 bytes a weight: of a checkpoint
         assert "rank 4 beside q_proj, v_proj" in said
     wide = ["--lora-target-modules", "all-linear", "--lora-dropout", "0.2", "--dtype", "bf16"]
     wide += ["--steps", "6", "--save-every", "4"]
-    preloaded_transformers.train(*given, *wide, "--run-dir", "wide", "--output-merged", "wide-merged", cwd=folder)
+    preloaded_transformers.train(*given, *wide, "--run-dir", "wide", "--output", "wide-adapter", cwd=folder)
+    merge_adapters(folder / "wide-adapter", folder / "model", folder / "wide-merged")
     interrupted(folder / "wide", folder / "again")
-    preloaded_transformers.train("--resume", "again", *AGAIN, cwd=folder)
+    preloaded_transformers.train("--resume", "again", "--output", "wide-adapter", "--overwrite", cwd=folder)
     interrupted(folder / "zero3", folder / "zero3-again")
-    outputs = ["--output", "zero3-adapter", "--output-merged", "zero3-merged", "--overwrite"]
-    preloaded_transformers.train("--resume", "zero3-again", *outputs, cwd=folder)
+    preloaded_transformers.train("--resume", "zero3-again", "--output", "zero3-adapter", "--overwrite", cwd=folder)
     return folder
 
 
@@ -149,11 +150,11 @@ def test_a_run_of_adapters_goes_on_beside_its_own_base_alone(
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][::3] *= 1.5
     save_file(tensors, file, metadata={"format": "pt"})
-    refused = preloaded_transformers.run(["train", "--resume", "again", *AGAIN], cwd=tmp_path / "moved")
+    refused = preloaded_transformers.run(["train", "--resume", "again"], cwd=tmp_path / "moved")
     assert refused.returncode == 2
     assert "model has other weight files than when the run of again/checkpoints/" in refused.stderr
     shutil.copyfile(ran / "model" / "model.safetensors", file)  # a copy, of another age
-    preloaded_transformers.train("--resume", "again", *AGAIN, cwd=tmp_path / "moved")
+    preloaded_transformers.train("--resume", "again", "--output", "wide-adapter", "--overwrite", cwd=tmp_path / "moved")
     assert report_of(run)["losses"] == report_of(ran / "wide")["losses"]
 
 

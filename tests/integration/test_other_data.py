@@ -28,7 +28,7 @@ megatron_cpu.install()
 VOCABULARY = 258
 BASE = TrainConfig.from_json(
     {
-        "run": {"steps": 2, "traced_steps": 2},
+        "run": {"steps": 2},
         "topology": {"tp": 1, "pp": 2, "dp": 1},
         "model": {
             "num_layers": 3,

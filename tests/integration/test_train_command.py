@@ -185,23 +185,23 @@ def test_the_same_seed_gives_the_same_losses_and_figures_of_all_ranks_come_every
     train: Train, tiny: Path, tmp_path: Path
 ) -> None:
     """And what means are of is said."""
-    (tmp_path / "seldom.toml").write_text(
-        tiny.read_text().replace("steps = 2", "steps = 7\nlog_every = 3\ntraced_steps = 1")
-    )
+    (tmp_path / "seldom.toml").write_text(tiny.read_text().replace("steps = 2", "steps = 9\nlog_every = 3"))
     seldom = train(config=tmp_path / "seldom.toml")
     events = read_events(tmp_path / "run" / "events.jsonl")
     ((_, steps),) = events.variants
-    assert [done.number for done in steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert [done.number for done in steps] == [*range(1, 10)]
     assert [done.loss for done in steps] == seldom["losses"]
-    assert [done.number for done in steps if done.all_ranks] == seldom["averaged_steps"] == [3, 6, 7]
-    assert [makespan_s is not None for makespan_s in seldom["measured_makespan_s"]] == [False, False, True] * 2 + [True]
-    (simulated,) = read_trace_file(tmp_path / "run" / "trace.json").simulated
+    assert [done.number for done in steps if done.all_ranks] == seldom["averaged_steps"] == [3, 6, 7, 8, 9]
+    assert [makespan_s is not None for makespan_s in seldom["measured_makespan_s"]] == [False, False, True] * 2 + [
+        True
+    ] * 3
+    *_, simulated = read_trace_file(tmp_path / "run" / "trace.json").simulated
     assert seldom["predicted_makespan_s"][-1] == pytest.approx(simulated.makespan_s, rel=1e-6)  # a core for each rank
-    often = train("--steps", "7")
+    often = train("--steps", "9")
     for name in ("losses", "work", "num_micro_batches", "real_tokens_per_step"):  # sums are those of every step
         assert seldom[name] == often[name]
     assert train("--steps", "2", "--seed", "1")["losses"][0] != seldom["losses"][0]
-    assert often["averaged_steps"] == [1, 2, 3, 4, 5, 6, 7]
+    assert often["averaged_steps"] == [*range(1, 10)]
     assert seldom["accounted_steps"] == often["accounted_steps"] is None
 
 

@@ -124,7 +124,7 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
             '[data]\ntext_key = "t"\ntemplate = "prompt"',
             r"text_key is 't', a field of plain .* template is 'prompt'",
         ),
-        ("[data]\nprefetch_steps = 1", r"\[data\] prefetch_steps is 1 but must be at least 2 .*num_workers is 1"),
+        ("[data]\nprefetch_steps = 1", r"\[data\] prefetch_steps was removed: leave it out, as planners stay 2 steps"),
         ("[plan]\nmax_tokens = 4", r"\[plan\] max_tokens is 4 but must be at least pad_multiple, which is 8, or 0"),
         ('[plan]\nlayout = "padded"\npieces = 64', r"\[plan\] pieces is 64 with layout 'padded': .*or pieces off"),
         ('[plan]\nschedule = "1f1b"\nnoise = 0.1', r"\[plan\] noise is 0.1 with schedule '1f1b', whose order is given"),
@@ -181,9 +181,8 @@ def test_every_number_is_taken_at_its_bounds_and_refused_beyond_by_table_name_an
     "text",
     [
         '[model]\nhidden_size = 60\nposition = "learned"',
-        "[data]\nprefetch_steps = 1\nnum_workers = 0",
         "[optimizer]\nlr = 1e-4\nmin_lr = 1e-4\nwarmup_steps = 0\nweight_decay = 0\nclip_grad = 0",
-        "[run]\ntraced_steps = 0\n[plan]\neffort = 0\nmax_tokens = 0",
+        "[plan]\neffort = 0\nmax_tokens = 0",
     ],
 )
 def test_the_bounds_themselves_are_allowed(tmp_path: Path, text: str) -> None:
@@ -301,6 +300,11 @@ def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path)
     assert parse_train([*by_flags, "--config", str(file), "--steps", "15"]).run.steps == 15
 
 
+def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_are_gone(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[run]\nsteps = 7\ntraced_steps = 1\n[data]\nprefetch_steps = 4\n")
+    assert parse_train(["--resume", str(tmp_path), "--run-dir", str(tmp_path)]).run.steps == 7
+
+
 @pytest.mark.parametrize(
     ("of_run", "flags", "says"),
     [
@@ -315,7 +319,6 @@ def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path)
         ({"debug": {"log_dir": "logs"}}, ["--config", "more.toml"], ""),
         ({"checkpoint": {"output": "tuned"}}, ["--steps", "90"], "writes outside of it: tuned: add --output tuned"),
         ({"checkpoint": {"output": "tuned"}}, ["--output", "tuned"], ""),
-        ({"checkpoint": {"output_merged": "tuned"}}, ["--output", "tuned"], "add --output-merged tuned to allow that"),
         ({"deepspeed": {"config": "plain.json"}}, [], ""),
         (
             {"deepspeed": {"config": "writes.json"}},

@@ -200,9 +200,7 @@ def test_weights_beside_a_tokenizer_of_the_runs_own_texts_are_refused(folder: Pa
     requested.refuse_other_ids(config.with_values(data={"tokenizer": str(folder)}))
 
 
-def test_what_has_nothing_to_act_on_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--save-format megatron is of --output: give that, too"):
-        refuse_output(settings(["--model", folder, "--save-format", "megatron"]), "", overwrite=False)
+def test_what_has_nothing_to_act_on_is_refused() -> None:
     with pytest.raises(ConfigError, match="--backend transformers computes a model of --model or --architecture"):
         requested.refuse_settings(settings(["--backend", "transformers"]), compare=False)
 
@@ -319,26 +317,6 @@ def test_a_place_that_the_model_cannot_go_to_is_refused_before_the_run(folder: P
         output(tmp_path / "full" / "notes", overwrite=True)
     with pytest.raises(ConfigError, match="is for published models, but the model is in sizes of its own"):
         refuse_output(TrainConfig().with_values(checkpoint={"output": "new"}), "", overwrite=False)
-
-
-def test_a_merged_model_goes_where_nothing_else_does_and_needs_adapters(folder: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.touch()
-    config = settings(["--model", folder, "--data", f"{data}=1"])
-    adapted = settings(["--model", folder, "--data", f"{data}=1", "--lora"])
-
-    def outputs(config: TrainConfig, merged: Path, output: str = "") -> None:
-        config = config.with_values(checkpoint={"output": output, "output_merged": str(merged)})
-        refuse_output(config, str(tmp_path / "run"), overwrite=False)
-
-    with pytest.raises(ConfigError, match="merges adapters, but none train: add --lora, or give --output"):
-        outputs(config, tmp_path / "new")
-    outputs(adapted, tmp_path / "new", str(tmp_path / "adapters"))
-    for inside in (tmp_path / "new", tmp_path / "new" / "merged"):
-        with pytest.raises(ConfigError, match="lie in one another: choose two folders"):
-            outputs(adapted, inside, str(tmp_path / "new"))
-    with pytest.raises(ConfigError, match=r"--output-merged .* holds .*model, which the run reads"):
-        outputs(adapted, folder)
 
 
 def test_steps_go_to_weights_and_biases_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
