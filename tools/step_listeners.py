@@ -18,13 +18,11 @@ from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.tools.files import writing_in
 
 
-def require_tensorboard() -> None:
-    """Errors: ConfigError where the package is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            f"[run] tensorboard is true but tensorboard is not installed: {install_advice('tensorboard')}, or leave it"
-            " out"
-        )
+def require_logger(name: str) -> None:
+    """Raises ConfigError if the package of a logger is not installed."""
+    if importlib.util.find_spec(name) is None:
+        advice = install_advice(name) if name == "tensorboard" else f"pip install {name}"
+        raise ConfigError(f"[run] loggers has {name!r} but {name} is not installed: {advice}, or leave it out")
 
 
 class TensorBoardFile:
@@ -34,7 +32,7 @@ class TensorBoardFile:
     tensorboard's own writer has a thread for it, which dies there with a traceback."""
 
     def __init__(self, folder: Path) -> None:
-        require_tensorboard()
+        require_logger("tensorboard")
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -90,18 +88,13 @@ def scalars(done: StepDone) -> dict[str, float]:
     return by_tag
 
 
-def require_wandb() -> None:
-    """Errors: ConfigError where the package is not installed."""
-    if importlib.util.find_spec("wandb") is None:
-        raise ConfigError("[run] wandb names a project but wandb is not installed: pip install wandb, or leave it out")
-
-
 class WandbRun:
-    """Logs each step to a run in `project`, with files in `folder`. `wandb login` decides who may log there."""
+    """A Weights & Biases run that logs each step, with files in `folder`. `wandb login` decides who may log there, and
+    the variable WANDB_PROJECT to which project."""
 
-    def __init__(self, project: str, folder: Path, settings: Mapping[str, Any]) -> None:
-        require_wandb()
-        self._run = importlib.import_module("wandb").init(project=project, dir=str(folder), config=dict(settings))
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        require_logger("wandb")
+        self._run = importlib.import_module("wandb").init(dir=str(folder), config=dict(settings))
 
     def step_done(self, done: StepDone) -> None:
         self._run.log(scalars(done), step=done.number)

@@ -7,7 +7,11 @@ from typing import Any
 
 from dynapipe_ext.errors import ConfigError
 
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {
+    "[debug] log_dir": "[run] log_dir",
+    "[debug] log_level": "[run] log_level",
+    "[debug] plan_dir": "[run] plan_dir",
+}
 _REMOVED: Mapping[str, str] = {
     **dict.fromkeys(
         ("--partitions", "--keep-sequential-samples"), "leave it out, as documents keep the order of the input"
@@ -18,7 +22,9 @@ _REMOVED: Mapping[str, str] = {
     **dict.fromkeys(("--save-format", "[checkpoint] save_format"), "use dynapipe convert OUTPUT DIR --to FORMAT"),
     "[checkpoint] background": "leave it out, as runs on accelerators save so",
     "[data] prefetch_steps": "leave it out, as planners stay 2 steps ahead",
+    "[run] tensorboard": 'use loggers = ["tensorboard"]',
     "[run] traced_steps": "leave it out, as the page draws the last 3 steps",
+    **dict.fromkeys(("--wandb", "[run] wandb"), 'use loggers = ["wandb"], and WANDB_PROJECT for the project\'s name'),
 }
 
 
@@ -40,4 +46,6 @@ def translate_saved(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
             if key not in _REMOVED:
                 new_table, _, new_name = RENAMED.get(key, key).removeprefix("[").partition("] ")
                 translated.setdefault(new_table, {})[new_name] = value
+    if loggers := [name for name in ("tensorboard", "wandb") if tables.get("run", {}).get(name)]:
+        translated["run"]["loggers"] = loggers
     return translated

@@ -35,16 +35,20 @@ _MOMENTS = {"adagrad": 1, "lion": 1, "sgd": 0}  # of each parameter, by an optim
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """How long the run is, and what it writes. `epochs` above 0 counts passes over the data and replaces `steps`. The
-    figures of all ranks are gathered every `log_every` steps. An empty `run_dir`
-    means a new directory under runs/, named by the time. `wandb` is the name of a project of Weights & Biases."""
+    figures of all ranks are gathered every `log_every` steps. An empty `run_dir` means a new directory under runs/,
+    named by the time. The project of "wandb" (Weights & Biases) is named by WANDB_PROJECT. Each rank writes a log into
+    `log_dir`; at level "debug" with every action as it ends, which synchronises accelerators. The plan of every step
+    that has begun is written into `plan_dir`, for `dynapipe replay`."""
 
     steps: int = setting(40, "--steps", "optimizer steps", at_least=1)
     epochs: float = setting(0.0, "--epochs", "passes over the data, instead of steps", "N", at_least=0, at_most=10_000)
     seed: int = setting(0, "--seed", "of data order, weights and dropout", at_least=0)
     run_dir: str = setting("", "--run-dir", "report, traces, events (default: runs/ and the time)", "DIR")
     log_every: int = setting(1, "--log-every", "steps between lines of the log", at_least=1)
-    tensorboard: bool = setting(False)
-    wandb: str = setting("", "--wandb", "log to Weights & Biases", "PROJECT")
+    loggers: tuple[str, ...] = setting((), "--loggers", "log to tensorboard or wandb, or both", "NAME")
+    log_dir: str = setting("", "--log-dir", "keep a log of each rank there", "DIR")
+    log_level: Literal["info", "debug"] = setting("info", "--log-level", "debug: with every action")
+    plan_dir: str = setting("", "--plan-dir", "keep every step's plan there, for replay", "DIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,16 +411,6 @@ class JobSettings:
     timeout_s: float = setting(120.0, above=0, at_most=1e7)
     strict: bool = setting(False, "--strict", "enforce NCCL's ordering rules over gloo")
     redis_server: str = setting("", "--redis-server", "server binary of the embedded store", "PATH")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebugSettings:
-    """Each rank writes a log into `log_dir`; at level "debug" with every action as it ends, which synchronises
-    accelerators. The plan of every step that has begun goes into `plan_dir`, for `dynapipe replay`. Empty: neither."""
-
-    log_dir: str = setting("", "--log-dir", "keep a log of each rank there", "DIR")
-    log_level: Literal["info", "debug"] = setting("info", "--log-level", "debug: with every action")
-    plan_dir: str = setting("", "--plan-dir", "keep every step's plan there, for replay", "DIR")
 
 
 def moments_of(kind: str, parameters: Mapping[str, Any]) -> int:

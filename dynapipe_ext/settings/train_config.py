@@ -27,7 +27,6 @@ from dynapipe_ext.settings.removed import refuse_removed, translate_saved
 from dynapipe_ext.settings.tables import (
     CheckpointSettings,
     DataSettings,
-    DebugSettings,
     DeepSpeedSettings,
     EvalSettings,
     JobSettings,
@@ -66,7 +65,6 @@ class TrainConfig:
     eval: EvalSettings = field(default_factory=EvalSettings)
     deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     job: JobSettings = field(default_factory=JobSettings)
-    debug: DebugSettings = field(default_factory=DebugSettings)
     named: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False, repr=False)
 
     @classmethod
@@ -135,8 +133,10 @@ class TrainConfig:
         for table in declared_tables():
             check_declared(getattr(self, table), f"{where}: [{table}] ")
         model, plan, topology = self.model, self.plan, self.topology
-        if self.debug.log_level == "debug" and not self.debug.log_dir:
-            raise ConfigError(f"{where}: [debug] log_level is 'debug' but no log_dir says where logs go: give one")
+        if self.run.log_level == "debug" and not self.run.log_dir:
+            raise ConfigError(f"{where}: [run] log_level is 'debug' but no log_dir says where logs go: give one")
+        if unknown := {*self.run.loggers} - {"tensorboard", "wandb"}:
+            raise ConfigError(f"{where}: [run] loggers has {min(unknown)!r}: choose from tensorboard, wandb")
         check_data_settings(self.data, where)
         check_preferences(self.preferences, self.data, self.plan, model, self.lora, where)
         check_optimizer(self.optimizer, where)

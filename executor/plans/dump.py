@@ -167,6 +167,6 @@ def _write(path: Path, text: str) -> None:
         replace_file(path, (text + "\n").encode())
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written ({error.strerror}): {writing_move(error.errno)}, or choose another [debug]"
+            f"{path} cannot be written ({error.strerror}): {writing_move(error.errno)}, or choose another [run]"
             " plan_dir"
         ) from error

@@ -114,8 +114,8 @@ def usual_way(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: A
     topology = replace(topology, vocabulary="whole")
     searched: dict[str, Any] = {"split_backward": False, "pieces": "off", "noise": 0.0}
     usual = replace(config.plan, schedule=schedule, **searched, **plan)
-    debug = replace(config.debug, plan_dir="")  # that is of the run's own plans
-    return replace(config, topology=topology, plan=usual, debug=debug)
+    run = replace(config.run, plan_dir="")  # that is of the run's own plans
+    return replace(config, topology=topology, plan=usual, run=run)
 
 
 def placed_stages(config: TrainConfig) -> Topology:

@@ -48,7 +48,7 @@ from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.deepspeed_settings import read_deepspeed_config, settings_in
 from dynapipe_ext.settings.train_config import TrainConfig, add_setting_flags, settings_of_flags
 from dynapipe_ext.tools.console import counted, say_loading
-from dynapipe_ext.tools.step_listeners import require_tensorboard, require_wandb
+from dynapipe_ext.tools.step_listeners import require_logger
 
 _EPILOG = """examples:
   dynapipe train
@@ -115,7 +115,7 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
     if args.model:
         config = _with_model(config, args)
     of_file = bool(args.config or args.resume)
-    tables: dict[str, dict[str, Any]] = settings_of_flags(args, config, {"debug": debug_settings()}, of_file=of_file)
+    tables: dict[str, dict[str, Any]] = settings_of_flags(args, config, {"run": debug_settings()}, of_file=of_file)
     optimizer = tables.setdefault("optimizer", {})
     if "lr" in optimizer and "min_lr" not in optimizer:
         optimizer["min_lr"] = config.optimizer.min_lr * optimizer["lr"] / config.optimizer.lr
@@ -245,10 +245,8 @@ def _resumed_run(args: argparse.Namespace, config: TrainConfig) -> tuple[str, Pa
 
 def require_loggers(config: TrainConfig) -> None:
     """Errors: ConfigError for one that is asked for and not installed."""
-    if config.run.tensorboard:
-        require_tensorboard()
-    if config.run.wandb:
-        require_wandb()
+    for logger in config.run.loggers:
+        require_logger(logger)
 
 
 def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:

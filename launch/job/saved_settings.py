@@ -24,8 +24,8 @@ SETTINGS_FILE = "config.toml"
 _PROGRAMS = {("job", "redis_server"): "--redis-server"}
 _WRITTEN_PLACES = {
     ("checkpoint", "output"): "--output",
-    ("debug", "log_dir"): "--log-dir",
-    ("debug", "plan_dir"): "--plan-dir",
+    ("run", "log_dir"): "--log-dir",
+    ("run", "plan_dir"): "--plan-dir",
 }
 _DEEPSPEED = ("deepspeed", "config")
 

@@ -38,9 +38,9 @@ _OF_A_NODE = {
     "[checkpoint] output",  # rank 0 writes it
     "[job] redis_server",  # rank 0 starts it
     "[plan] memory_limit_gb",  # by default what is free on a node: the least counts for all
-    "[debug] log_dir",
-    "[debug] log_level",  # one rank may say more than others
-    "[debug] plan_dir",
+    "[run] log_dir",
+    "[run] log_level",  # one rank may say more than others
+    "[run] plan_dir",
     # Of files that settings name, paths may differ and content may not.
     "[model] architecture",
     "[model] init_from",

@@ -160,7 +160,7 @@ def kv_store_url(variables: Mapping[str, str] | None = None, *, tls: bool = True
 
 
 def debug_settings(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The settings under [debug] that DynaPipe's variables set. Errors: ConfigError for values that DynaPipe refuses.
+    """The settings of [run] that DynaPipe's variables set. Errors: ConfigError for values that DynaPipe refuses.
 
     >>> debug_settings({"DYNAPIPE_DEBUG": "DEBUG", "DYNAPIPE_LOGGING_DEBUG_DIR": "logs"})
     {'log_level': 'debug', 'log_dir': 'logs'}

@@ -74,7 +74,7 @@ def train_rank(env: RankEnv, job: SettledJob | JobRequest, *, end_signals: EndSi
     Of a job that is only requested, all ranks compare what they request, and rank 0 settles it; its request has a
     directory and a store. `end_signals` ask a rank to save and end.
     """
-    with rank_log(job.config.debug, env) as log:
+    with rank_log(job.config.run, env) as log:
         return _train(env, job, end_signals, log)
 
 

@@ -22,7 +22,7 @@ from dynapipe_ext.launch.job.configured import Variant
 from dynapipe_ext.launch.processes.cluster import say_at_once
 from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.run.page import LivePage, PageListener
-from dynapipe_ext.settings.tables import DebugSettings
+from dynapipe_ext.settings.tables import RunSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
@@ -108,7 +108,7 @@ class LoggingRecorder:
 
 
 @contextmanager
-def rank_log(settings: DebugSettings, env: RankEnv) -> Iterator[RankLog | None]:
+def rank_log(settings: RunSettings, env: RankEnv) -> Iterator[RankLog | None]:
     """A rank's log while it runs, which goes on where an earlier attempt ended; None where none is asked for.
 
     An error that ends the rank is its last entry, with the calls that led to it. Errors: ConfigError for a place that
@@ -123,7 +123,7 @@ def rank_log(settings: DebugSettings, env: RankEnv) -> Iterator[RankLog | None]:
         descriptor = open_kept(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         file = os.fdopen(descriptor, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another [debug] log_dir") from error
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another [run] log_dir") from error
     try:
         with writing_in(path):
             file.write(
@@ -170,9 +170,9 @@ def written(config: TrainConfig, page: LivePage, variant: Variant, index: int) -
     run_dir = page.run_dir
     events = EventsFile(run_dir / EVENTS_FILE, variant.name, keeps_steps=not index, say=say_at_once)
     listeners: list[Listener] = [events, PageListener(page, variant.name)]
-    if config.run.wandb and not index:
-        listeners.append(Dispensable(WandbRun(config.run.wandb, run_dir, config.to_json()), "Weights & Biases"))
-    if config.run.tensorboard:
+    if "wandb" in config.run.loggers and not index:
+        listeners.append(Dispensable(WandbRun(run_dir, config.to_json()), "Weights & Biases"))
+    if "tensorboard" in config.run.loggers:
         folder = run_dir / "tensorboard" / re.sub(r"\W+", "-", variant.name)
         listeners.append(Dispensable(TensorBoardFile(folder), "TensorBoard"))
     return listeners

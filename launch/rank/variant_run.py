@@ -178,8 +178,8 @@ def variant_planner(job: SettledJob, costs: CostModel, config: TrainConfig) -> P
 def _dumping(context: RankContext, config: TrainConfig, planner: Planner) -> Planner | DumpingPlanner:
     """The planner; it also writes a file of each plan where the settings ask for it, on one rank alone where ranks plan
     in line."""
-    dumps = config.debug.plan_dir and (config.data.num_workers or context.rank == 0)
-    return DumpingPlanner(planner, config.debug.plan_dir) if dumps else planner
+    dumps = config.run.plan_dir and (config.data.num_workers or context.rank == 0)
+    return DumpingPlanner(planner, config.run.plan_dir) if dumps else planner
 
 
 def _evaluation(
@@ -251,7 +251,7 @@ def _executors(
 ) -> StepExecutors:
     """Those of plain and of traced steps: spans on an accelerator need synchronisation, which takes overlap away."""
     device, recorder = context.device, SpanRecorder(context.clock_offset_s)
-    logs_actions = log is not None and config.debug.log_level == "debug"
+    logs_actions = log is not None and config.run.log_level == "debug"
     recorded: Recorder = LoggingRecorder(recorder, log) if log is not None and logs_actions else recorder
     recording = PipelineExecutor(built.stage, transport, recorder=recorded, rank=context.rank, clock=_clock(device))
     records_all = logs_actions or device.type == "cpu"

@@ -379,7 +379,7 @@ def claimed(
             greet_store(address, store_wait_s)  # refused here, once, rather than by every rank
         directory = RunDirectory(request.run_dir, overwrite=overwrite, resume=request.resumed is not None)
         stack.enter_context(directory)
-        if plan_dir := request.config.debug.plan_dir:
+        if plan_dir := request.config.run.plan_dir:
             stack.callback(forget_plans_ahead, plan_dir)  # where ranks were killed before they could
         stack.enter_context(keeping_what_ran(directory))
         yield replace(request, address=address, keys=keys, run_dir=str(directory.path))

@@ -123,5 +123,5 @@ def test_fitted_costs_hold_from_one_step_on_and_in_the_run_that_goes_on(folder: 
 
 
 def test_the_run_keeps_what_the_variables_said(folder: Path) -> None:
-    debug = TrainConfig.read(folder / "run" / "config.toml").debug
+    debug = TrainConfig.read(folder / "run" / "config.toml").run
     assert (debug.log_dir, debug.log_level, debug.plan_dir) == ("logs", "debug", "plans")

@@ -38,6 +38,7 @@ from tests.support.preloaded import Preloaded
 peft: Any = pytest.importorskip("peft")
 from dynapipe_ext.executor.stages.transformers.adapters import add_adapters  # noqa: E402
 
+AGAIN = ("--output", "wide-adapter", "--overwrite")
 RANKS = {
     "alone": (),
     "spread": ("--pp", "2", "--dp", "2", "--placement", "v", "--split-backward"),
@@ -75,7 +76,7 @@ def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFact
     preloaded_transformers.train(*given, *wide, "--run-dir", "wide", "--output", "wide-adapter", cwd=folder)
     merge_adapters(folder / "wide-adapter", folder / "model", folder / "wide-merged")
     interrupted(folder / "wide", folder / "again")
-    preloaded_transformers.train("--resume", "again", "--output", "wide-adapter", "--overwrite", cwd=folder)
+    preloaded_transformers.train("--resume", "again", *AGAIN, cwd=folder)
     interrupted(folder / "zero3", folder / "zero3-again")
     preloaded_transformers.train("--resume", "zero3-again", "--output", "zero3-adapter", "--overwrite", cwd=folder)
     return folder
@@ -150,11 +151,11 @@ def test_a_run_of_adapters_goes_on_beside_its_own_base_alone(
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][::3] *= 1.5
     save_file(tensors, file, metadata={"format": "pt"})
-    refused = preloaded_transformers.run(["train", "--resume", "again"], cwd=tmp_path / "moved")
+    refused = preloaded_transformers.run(["train", "--resume", "again", *AGAIN], cwd=tmp_path / "moved")
     assert refused.returncode == 2
     assert "model has other weight files than when the run of again/checkpoints/" in refused.stderr
     shutil.copyfile(ran / "model" / "model.safetensors", file)  # a copy, of another age
-    preloaded_transformers.train("--resume", "again", "--output", "wide-adapter", "--overwrite", cwd=tmp_path / "moved")
+    preloaded_transformers.train("--resume", "again", *AGAIN, cwd=tmp_path / "moved")
     assert report_of(run)["losses"] == report_of(ran / "wide")["losses"]
 
 

@@ -26,6 +26,9 @@ from tests.support.wire import SECRETS_VARIABLE, Wire, captured, refuse_secrets
 CONFIG = f"""
 [run]
 steps = 2
+log_dir = "logs"
+log_level = "debug"
+plan_dir = "plans"
 [topology]
 tp = 1
 pp = 2
@@ -40,10 +43,6 @@ truncate = true
 tokens_per_batch = 2048
 [plan]
 costs = "costs.json"
-[debug]
-log_dir = "logs"
-log_level = "debug"
-plan_dir = "plans"
 """
 TRAIN, LAUNCH = "-m dynapipe_ext.launch.cli train --compare", "-m dynapipe_ext.launch.cli launch --max-restarts 0"
 TORCHRUN = "-m torch.distributed.run --nproc-per-node 2 --standalone -m dynapipe_ext.launch.rank"

@@ -312,11 +312,11 @@ def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_are_gone(t
         ({"job": {"redis_server": "run/evil.sh"}}, [], "names a program: run/evil.sh: add --redis-server run/evil.sh"),
         ({"job": {"redis_server": "/evil.sh"}}, ["--redis-server", "/usr/bin/valkey-server"], ""),
         ({"job": {"redis_server": "/evil.sh"}}, ["--redis-server", ""], ""),
-        ({"debug": {"log_dir": "/home/logs"}}, [], "writes outside of it: /home/logs: add --log-dir /home/logs"),
-        ({"debug": {"plan_dir": "run/../plans"}}, [], "writes outside of it: run/../plans: add --plan-dir"),
-        ({"debug": {"plan_dir": "run/link/plans"}}, [], "writes outside of it: run/link/plans: add --plan-dir"),
-        ({"debug": {"plan_dir": "run/plans", "log_dir": "run"}}, [], ""),
-        ({"debug": {"log_dir": "logs"}}, ["--config", "more.toml"], ""),
+        ({"run": {"log_dir": "/home/logs"}}, [], "writes outside of it: /home/logs: add --log-dir /home/logs"),
+        ({"run": {"plan_dir": "run/../plans"}}, [], "writes outside of it: run/../plans: add --plan-dir"),
+        ({"run": {"plan_dir": "run/link/plans"}}, [], "writes outside of it: run/link/plans: add --plan-dir"),
+        ({"run": {"plan_dir": "run/plans", "log_dir": "run"}}, [], ""),
+        ({"run": {"log_dir": "logs"}}, ["--config", "more.toml"], ""),
         ({"checkpoint": {"output": "tuned"}}, ["--steps", "90"], "writes outside of it: tuned: add --output tuned"),
         ({"checkpoint": {"output": "tuned"}}, ["--output", "tuned"], ""),
         ({"deepspeed": {"config": "plain.json"}}, [], ""),
@@ -334,7 +334,7 @@ def test_a_resumed_run_takes_no_program_and_no_place_outside_of_it_from_its_fold
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
     Path("run/link").symlink_to(tmp_path)
-    Path("more.toml").write_text('[debug]\nlog_dir = "logs"\n')
+    Path("more.toml").write_text('[run]\nlog_dir = "logs"\n')
     Path("plain.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     Path("writes.json").write_text(json.dumps({"csv_monitor": {"enabled": True, "output_path": "/home/logs"}}))
     begun = TrainConfig().with_values(**of_run)

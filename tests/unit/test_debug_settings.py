@@ -16,7 +16,7 @@ from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.processes.env import RankEnv, debug_settings, kv_store_url
 from dynapipe_ext.launch.rank.rank_log import Dispensable, LogFile, RankLog, rank_log
 from dynapipe_ext.launch.store import asked_store
-from dynapipe_ext.settings.tables import DebugSettings
+from dynapipe_ext.settings.tables import RunSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.steps import a_step
 
@@ -26,7 +26,7 @@ VARIABLES = {
     "DYNAPIPE_DEBUG_DUMP_EP_STATS": "1",
     "DYNAPIPE_DEBUG_DUMP_EP_PREFIX": "plans",
 }
-MEANT = DebugSettings(log_dir="logs", log_level="debug", plan_dir="plans")
+MEANT = RunSettings(log_dir="logs", log_level="debug", plan_dir="plans")
 
 
 def settings(*words: str) -> TrainConfig:
@@ -37,14 +37,14 @@ def settings(*words: str) -> TrainConfig:
 
 def test_variables_flags_and_a_file_mean_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "settings.toml"
-    file.write_text('[debug]\nlog_dir = "logs"\nlog_level = "debug"\nplan_dir = "plans"\n')
-    assert settings("--log-dir", "logs", "--log-level", "debug", "--plan-dir", "plans").debug == MEANT
-    assert settings("--config", str(file)).debug == MEANT
+    file.write_text('[run]\nlog_dir = "logs"\nlog_level = "debug"\nplan_dir = "plans"\n')
+    assert settings("--log-dir", "logs", "--log-level", "debug", "--plan-dir", "plans").run == MEANT
+    assert settings("--config", str(file)).run == MEANT
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
-    assert settings().debug == MEANT
-    file.write_text('[debug]\nlog_dir = "others"\n')
-    assert settings("--config", str(file), "--plan-dir", "own").debug == DebugSettings(
+    assert settings().run == MEANT
+    file.write_text('[run]\nlog_dir = "others"\n')
+    assert settings("--config", str(file), "--plan-dir", "own").run == RunSettings(
         log_dir="logs", log_level="debug", plan_dir="own"
     )
 
@@ -67,7 +67,7 @@ def test_a_prefix_alone_dumps_nothing_as_in_dynapipe() -> None:
 
 
 def test_a_level_without_a_place_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\[debug\] log_level is 'debug' but no log_dir"):
+    with pytest.raises(ConfigError, match=r"\[run\] log_level is 'debug' but no log_dir"):
         settings("--log-level", "debug")
 
 
@@ -127,7 +127,7 @@ def env(rank: int) -> RankEnv:
 
 
 def test_a_ranks_log_ends_with_the_calls_that_ended_it_and_goes_on_after(tmp_path: Path) -> None:
-    asked = DebugSettings(log_dir=str(tmp_path / "new" / "logs"))
+    asked = RunSettings(log_dir=str(tmp_path / "new" / "logs"))
     with pytest.raises(MemoryError), rank_log(asked, env(3)):
         raise MemoryError("no room")
     with rank_log(asked, env(3)) as log:
@@ -145,7 +145,7 @@ def test_a_log_on_a_full_disk_ends_by_its_name(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
     try:
-        with pytest.raises(DataError, match=r"rank-00003\.log"), rank_log(DebugSettings(log_dir=str(tmp_path)), env(3)):
+        with pytest.raises(DataError, match=r"rank-00003\.log"), rank_log(RunSettings(log_dir=str(tmp_path)), env(3)):
             pytest.fail("the first line has no room")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -185,11 +185,11 @@ def test_a_logger_of_others_that_fails_says_so_once_and_the_run_goes_on(capfd: p
 
 
 def test_no_log_is_kept_unasked_and_a_place_that_is_none_is_named(tmp_path: Path) -> None:
-    with rank_log(DebugSettings(), env(0)) as log:
+    with rank_log(RunSettings(), env(0)) as log:
         assert log is None
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match=r"rank-00000.log cannot be written \(File exists\)"),
-        rank_log(DebugSettings(log_dir=str(tmp_path / "file")), env(0)),
+        rank_log(RunSettings(log_dir=str(tmp_path / "file")), env(0)),
     ):
         pass

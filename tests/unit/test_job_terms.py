@@ -63,11 +63,14 @@ def test_places_and_memory_of_a_node_may_differ(tmp_path: Path) -> None:
         model_folder("llama", place / "model")
     mine, others = (
         {
-            "run": {"run_dir": str(place / "run")},
+            "run": {
+                "run_dir": str(place / "run"),
+                "log_dir": str(place / "logs"),
+                "log_level": ("info", "debug")[number],
+            },
             "checkpoint": {"output": str(place / "tuned")},
             "job": {"redis_server": str(place / "server")},
             "plan": {"memory_limit_gb": 3.0 + number},
-            "debug": {"log_dir": str(place / "logs"), "log_level": ("info", "debug")[number]},
             "data": {"path": str(place / "text.jsonl"), "tokenizer": str(place / "model")},
             "model": {"architecture": str(place / "model"), "init_from": str(place / "model")},
         }

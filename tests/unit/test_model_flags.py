@@ -29,7 +29,7 @@ from dynapipe_ext.launch.job.configured import (
 from dynapipe_ext.launch.job.model_folder import dropout_line, prediction_line, random_line, warmup_line
 from dynapipe_ext.launch.job.requested import refuse_output
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.step_listeners import WandbRun, require_wandb
+from dynapipe_ext.tools.step_listeners import WandbRun, require_logger
 from tests.support.steps import a_step
 
 LLAMA = {
@@ -321,7 +321,7 @@ def test_a_place_that_the_model_cannot_go_to_is_refused_before_the_run(folder: P
 
 def test_steps_go_to_weights_and_biases_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="wandb is not installed: pip install wandb"):
-        require_wandb()
+        require_logger("wandb")
     (tmp_path / "wandb.py").write_text(
         "told = []\n"
         "class Run:\n"
@@ -333,12 +333,12 @@ def test_steps_go_to_weights_and_biases_where_it_is_installed(tmp_path: Path, mo
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    run = WandbRun("project", tmp_path, {"a": 1})
+    run = WandbRun(tmp_path, {"a": 1})
     step: Any = a_step(4)
     run.step_done(step)
     run.close()
     told = sys.modules["wandb"].told
-    assert told == [{"project": "project", "dir": str(tmp_path), "config": {"a": 1}}, (5, step.loss), "finished"]
+    assert told == [{"dir": str(tmp_path), "config": {"a": 1}}, (5, step.loss), "finished"]
     monkeypatch.delitem(sys.modules, "wandb")
 
 

@@ -250,6 +250,6 @@ def test_a_directory_that_fills_is_named_once_and_planning_goes_on(
 
 
 def test_of_compared_ways_the_configured_one_alone_dumps() -> None:
-    config = TrainConfig().with_values(debug={"plan_dir": "plans"})
-    own, *others = (one.config.debug.plan_dir for one in variants(config, compare=True))
+    config = TrainConfig().with_values(run={"plan_dir": "plans"})
+    own, *others = (one.config.run.plan_dir for one in variants(config, compare=True))
     assert (own, {*others}) == ("plans", {""})
