@@ -12,7 +12,7 @@ from typing import Literal, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.errors import ConfigError, DataError, PlanError, short
+from dynapipe_ext.errors import DataError, PlanError, short
 
 # Shape (num_samples, 3): encoder positions, decoder positions, target tokens; (num_samples, 4) for pairs of documents:
 # the positions of the first of the two, as well.
@@ -496,21 +496,6 @@ class PieceNeighbours:
     def of(cls, sample_pieces: Sequence[SamplePieces]) -> PieceNeighbours:
         links = [link for pieces in sample_pieces for link in pairwise(pieces)]
         return cls({later: earlier for earlier, later in links}, dict(links))
-
-
-def pieces_of(text: str) -> Pieces:
-    """What a flag says: off, auto or the tokens of a piece. Errors: ConfigError.
-
-    >>> pieces_of("auto"), pieces_of("4096")
-    ('auto', 4096)
-    """
-    if text == "off":
-        return "off"
-    if text == "auto":
-        return "auto"
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
-        raise ConfigError(f"pieces is {short(text)} but must be off, auto or the tokens of a piece, like 8192")
-    return int(text)
 
 
 def carried_start(micro_batch: MicroBatch) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from types import UnionType
@@ -188,28 +189,16 @@ def layer_counts(text: str) -> tuple[float, ...]:
     return counts
 
 
-def width(text: str) -> int | str:
-    """What a flag says: auto, or how many data parallel ranks join.
-
-    >>> width("auto"), width("4")
-    ('auto', 4)
-    """
-    if text == "auto":
-        return text
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be auto or a number of data parallel ranks, like 2")
-    return int(text)
-
-
 def number_or_word(text: str) -> float | str:
+    """Return the number that a flag's text spells, or the text.
+
+    >>> number_or_word("4"), number_or_word("2.5"), number_or_word("auto")
+    (4, 2.5, 'auto')
     """
-    >>> number_or_word("2.5"), number_or_word("auto")
-    (2.5, 'auto')
-    """
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def betas(text: str) -> tuple[float, ...]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from dynapipe_ext.batch.micro_batches import Layout, LossNorm, Pieces, Recompute, pieces_of
+from dynapipe_ext.batch.micro_batches import Layout, LossNorm, Pieces, Recompute
 from dynapipe_ext.batch.topology import PlacementName, Topology
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.settings.declared import check_declared, setting
+from dynapipe_ext.settings.declared import check_declared, number_or_word, setting
 
 SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 ScheduleName = Literal["adaptive", "1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "cyclic"]
@@ -59,7 +59,7 @@ class PlanRules:
         "--pieces",
         "run samples of more than N tokens in pieces; auto: where that is faster",
         "auto|off|N",
-        parse=pieces_of,
+        parse=number_or_word,
     )
     noise: float = setting(
         0.0, "--noise", "judge orders by times that may be off by such a share", "SHARE", at_least=0, at_most=0.9

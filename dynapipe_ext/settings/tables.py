@@ -17,7 +17,6 @@ from dynapipe_ext.settings.declared import (
     layer_counts,
     number_or_word,
     setting,
-    width,
     with_default,
 )
 from dynapipe_ext.settings.plan_rules import PlanRules
@@ -71,15 +70,12 @@ class TopologySettings:
         "data parallel ranks that join into one replica; auto: each step's best",
         "auto|N",
         alias="--cp",
-        parse=width,
+        parse=number_or_word,
         at_least=1,
         at_most=1 << 20,
     )
     placement: Literal[PlacementChoice, ""] = setting(
         "", "--placement", "of stages on ranks (default: the schedule's); auto: tried"
-    )
-    stages_per_rank: int = setting(
-        0, "--stages-per-rank", "under interleaved, v (default: 2)", at_least=0, at_most=1 << 10
     )
     layers_per_stage: tuple[float, ...] = setting(
         (), "--layers-per-stage", "of each stage, like 8.5,8,7.5 (default: even)", "N,N,…", parse=layer_counts
@@ -88,6 +84,11 @@ class TopologySettings:
         "whole", "--vocabulary", "head: its rows over the pipeline ranks; both: embeddings, too; auto: tried"
     )
     sequence_parallel: bool = setting(False, "--sequence-parallel", "over the tp ranks")
+
+    @property
+    def stages_per_rank(self) -> int | None:
+        """What `layers_per_stage` has for each rank; None without it, for the placement's usual number."""
+        return max(1, len(self.layers_per_stage) // self.pp) if self.layers_per_stage else None
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -208,8 +209,8 @@ class DataSettings:
     `tokenizer` is "bpe" (trained on the data, with `vocab_size` ids), "bytes", or a name for `dynapipe preprocess
     --tokenizer`. The tokenizer of a model's folder also applies that model's chat template: `template` says what the
     records are, "auto" what the first one is. Loss falls on every answer of a chat that does not say otherwise, or on
-    the last of those alone (`loss_on`). `input_key` and `target_key` name the fields of a pair, where these are
-    not input and target or prompt and response. `text_key` names the field of a plain text, and only texts are read.
+    the last of those alone (`loss_on`). `fields` names the fields of prompt and response, or of a text if it names one;
+    by default they are found by their usual names.
 
     `template_date` (YYYY-MM-DD) is the day that a chat template prints which asks for it. By default it is the day of
     preparation; a run keeps it in its settings, so that a resume makes the same tokens on another day or machine.
@@ -232,9 +233,7 @@ class DataSettings:
     vocab_size: int = setting(1024, at_least=1)
     template: TemplateChoice = setting("auto", "--template", "what records are; auto: as the first one")
     loss_on: LossOnChoice = setting("answers", "--loss-on", "answers of a chat that are trained on")
-    input_key: str = setting("", "--input-key", "field of the prompt (input, prompt)", "KEY")
-    target_key: str = setting("", "--target-key", "field of the response (target, response)", "KEY")
-    text_key: str = setting("", "--text-key", "field of plain text (text), read though pairs are there", "KEY")
+    fields: tuple[str, ...] = setting((), "--fields", "of prompt and response, or of text (default: found)", "NAME")
     template_date: str = setting("")
     truncate: bool = setting(False)
     max_input_len: int = setting(0, "--max-input-len", "most tokens of an input; 0: only of a sample", at_least=0)

@@ -260,14 +260,12 @@ def check_data_settings(data: DataSettings, where: str) -> None:
             " files in mixture"
         )
     weighted_files(data.mixture)
-    if bool(data.input_key) != bool(data.target_key):
+    if len(data.fields) > 2:
+        raise ConfigError(f"{where}: [data] fields is {list(data.fields)}: name prompt and response, or only a text")
+    if len(data.fields) == 1 and data.template not in ("auto", "text"):
         raise ConfigError(
-            f"{where}: [data] input_key is {data.input_key!r} and target_key {data.target_key!r}: give both"
-        )
-    if data.text_key and data.template not in ("auto", "text"):
-        raise ConfigError(
-            f"{where}: [data] text_key is {data.text_key!r}, a field of plain texts, but template is"
-            f" {data.template!r}, which reads others: leave one of both out"
+            f"{where}: [data] fields is {list(data.fields)}, plain texts, but template is {data.template!r}: leave one"
+            " of both out"
         )
 
 

@@ -106,8 +106,7 @@ def _add_input(reading: argparse._ArgumentGroup) -> None:
         help="JSONL, Parquet, text (.gz .xz .zst .bz2), globs; .idx; a folder, whose tree the output mirrors",
     )
     reading.add_argument("--input-format", choices=get_args(Form), help="form of the files (default: by their names)")
-    add_flags(reading, "data.template", "data.loss_on", "data.input_key", "data.target_key", "data.text_key")
-    reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="--input-key and --target-key")
+    add_flags(reading, "data.template", "data.loss_on", "data.fields")
     reading.add_argument(
         "--json-keys", nargs="+", action="extend", metavar="KEY", help="fields with text; other fields are ignored"
     )
@@ -418,10 +417,8 @@ def _choices(args: argparse.Namespace) -> dict[str, Any]:
 
 def _refuse_together(args: argparse.Namespace) -> None:
     refuse_below(args, 1, "log_interval")
-    names = ("template", "loss_on", "input_key", "target_key", "text_key")
+    names = ("template", "loss_on", "fields")
     flags = [flag_of(name) for name in names if getattr(args, name)]
-    if args.output_prefix is not None and args.pair_keys:
-        raise ConfigError(".bin/.idx has no place for pairs of input and target: use --json-keys, or --output DIR")
     if args.output_prefix is not None and args.tasks:
         raise ConfigError("--tasks is for samples, which --output DIR has: .bin/.idx holds texts, by --json-keys")
     if args.output_prefix is not None and flags:
@@ -432,12 +429,8 @@ def _refuse_together(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--add-special-tokens is for --output-prefix: a dataset folder has its own borders of samples"
         )
-    if args.pair_keys and args.json_keys:
-        raise ConfigError("--json-keys reads plain text and --pair-keys pairs: give one of them")
     if args.json_keys and flags and (flags != ["--template"] or args.template != "text"):
         raise ConfigError(f"--json-keys reads plain text, whatever else there is, and {flags[0]} says other: give one")
-    if args.pair_keys and (args.input_key or args.target_key):
-        raise ConfigError("--pair-keys is --input-key and --target-key in one: give it, or these")
 
 
 def _form(args: argparse.Namespace, files: tuple[InputFile, ...], tokenizer: Encoder | str, name: str) -> DataForm:
@@ -450,15 +443,11 @@ def _form(args: argparse.Namespace, files: tuple[InputFile, ...], tokenizer: Enc
         )
     if args.output is None or (args.json_keys and not is_models):
         return DataForm(None, RecordFields())
-    input_key, target_key = args.pair_keys or (args.input_key, args.target_key)
-    text_key = args.json_keys[0] if args.json_keys else args.text_key
     settings = DataSettings(
         tokenizer=name,
         template="text" if args.json_keys else args.template or "auto",
-        input_key=input_key or "",
-        target_key=target_key or "",
+        fields=tuple((args.json_keys or ())[:1] or args.fields or ()),
         loss_on=args.loss_on or "answers",
-        text_key=text_key or "",
     )
     check_data_settings(settings, "dynapipe preprocess")
     form = form_of(settings, files, tokenizer)

@@ -84,18 +84,18 @@ def loss_notes(prepared: TokenDataset) -> list[str]:
         if unread == (text,):
             notes.append(
                 f"note: {counted(len(prepared), 'sample')} of instructions: loss falls on their answers alone."
-                f" {names}: to train on this whole field, name it by --text-key"
+                f" {names}: to train on this whole field, name it by --fields"
             )
         elif not {*unread} & {*PROMPT_FIELDS}:
             notes.append(
                 f"note: {counted(len(prepared), 'sample')} of questions and answers, of which records have several."
-                f" {names}: to train on others, name theirs by --input-key and --target-key, or --text-key"
+                f" {names}: to train on others, name theirs by --fields"
             )
         else:
             notes.append(
                 f"note: {counted(len(prepared), 'sample')} of the whole field {text!r}: loss falls on prompts in it,"
-                f" too. {names}: to train on answers alone, name the prompt's field by --input-key and the answer's by"
-                " --target-key; else name the text by --text-key"
+                f" too. {names}: to train only on answers, name prompt and answer by --fields; else name the text by"
+                " --fields"
             )
     if day := prepared.template_date:
         notes.append(
@@ -171,8 +171,13 @@ def form_lines(
 
 
 def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Tokenizer | str) -> DataForm:
-    usual = None if data.text_key else PAIRS[0]  # a field that is named counts before those that are not
-    named_fields = RecordFields((data.input_key, data.target_key) if data.input_key else usual, data.text_key or "text")
+    match data.fields:
+        case (prompt, response):
+            named_fields = RecordFields((prompt, response))
+        case (text,):
+            named_fields = RecordFields(None, text)
+        case _:
+            named_fields = RecordFields(PAIRS[0])
     try:
         where, record = _first(file, named_fields)
     except DataError:
@@ -185,7 +190,7 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
         unread = unread_fields(record, template, fields) if named_fields.pair else ()  # a named text is meant
     else:
         template = data.template
-        fitting = [pair for pair in PAIRS if not data.input_key and all(name in record for name in pair)]
+        fitting = [pair for pair in PAIRS if len(data.fields) < 2 and all(name in record for name in pair)]
         pair = fitting[0] if fitting else named_fields.pair or PAIRS[0]
         is_instruction = (bool(fitting) and pair in INSTRUCTIONS) or (template == "chat" and not is_chat(record))
         fields, unread = RecordFields(pair, named_fields.text, is_instruction), ()

@@ -120,15 +120,11 @@ def refuse_other_fields(data: DataSettings, prepared: TokenDataset) -> None:
     pair, text = recorded
     reads_pair = bool(pair) and prepared.template != "text"
     fields_read = f"the fields {pair[0]!r} and {pair[1]!r}" if reads_pair else f"the field {text!r}"
-    for keys, differs in (
-        ((data.input_key, data.target_key), pair != (data.input_key, data.target_key)),
-        ((data.text_key,), text != data.text_key or (reads_pair and not data.input_key)),
-    ):
-        if keys[0] and differs:
-            raise DataError(
-                f"{prepared.directory} was made of {fields_read} of its records and [data] names"
-                f" {' and '.join(map(repr, keys))}: prepare it again with these keys, or leave them out"
-            )
+    if data.fields and data.fields != (pair if len(data.fields) == 2 else (text,) * (not reads_pair)):
+        raise DataError(
+            f"{prepared.directory} was made of {fields_read} of its records and [data] names"
+            f" {' and '.join(map(repr, data.fields))}: prepare it again with these fields, or leave them out"
+        )
 
 
 def named_files(config: TrainConfig) -> dict[str, str]:
@@ -552,7 +548,7 @@ def _source(config: TrainConfig, tasks: TaskBounds) -> _Source:
         raise ConfigError(
             f"[data] template is {data.template} but the tokenizer is {data.tokenizer!r}, and templates are how a"
             " decoder-only model's own tokenizer reads records: leave it out; to read texts where records have more,"
-            " name their field by text_key"
+            " name their field by fields"
         )
     if data.template_date and not (isinstance(tokenizer, FolderEncoder) and tokenizer.prints_date):
         raise ConfigError(f"template_date is {data.template_date}, but no chat template prints the date: leave it out")
@@ -562,8 +558,8 @@ def _source(config: TrainConfig, tasks: TaskBounds) -> _Source:
         form = form_of(data, files, tokenizer)
         examples = partial(read_examples, files, form.fields)
         fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(json.dumps(prints).encode()).hexdigest()
-    elif data.input_key or data.text_key:
-        raise ConfigError("[data] input_key, target_key and text_key name fields of files: name your data, too")
+    elif data.fields:
+        raise ConfigError("[data] fields are those of files: name your data, too")
     else:
         form = DataForm(None, RecordFields())
         examples = partial(generate_examples, num_samples=data.num_samples, seed=seed)

@@ -77,7 +77,7 @@ def test_a_run_without_a_step_and_a_killed_one_are_compared(tmp_path: Path, caps
 def test_no_text_of_two_runs_can_leave_its_element(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "<script>alert(1)<"
     one = a_run(tmp_path / name, steps_of_a_run())
-    settings = TrainConfig().with_values(data={"text_key": EVIL}).to_json()
+    settings = TrainConfig().with_values(data={"fields": [EVIL]}).to_json()
     other = a_run(tmp_path / "other", steps_of_a_run(), settings=settings, device=EVIL)
     compared(capsys, one, other, "--html", tmp_path / "both.html")
     page = Texts((tmp_path / "both.html").read_text())

@@ -15,6 +15,7 @@ from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.configured import architecture_of
 from dynapipe_ext.models.named_models import read_model
+from dynapipe_ext.settings.removed import translate_saved
 from dynapipe_ext.settings.train_config import TrainConfig, declared_tables
 from dynapipe_ext.tools.files import toml_of
 
@@ -121,8 +122,8 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ('[plan]\nschedule = "2f2b"', r"schedule is '2f2b': choose from adaptive, .*"),
         ('[model]\ndtype = "float64"', r"dtype is 'float64': choose from"),
         (
-            '[data]\ntext_key = "t"\ntemplate = "prompt"',
-            r"text_key is 't', a field of plain .* template is 'prompt'",
+            '[data]\nfields = ["t"]\ntemplate = "prompt"',
+            r"fields is \['t'\], plain texts, but template is 'prompt'",
         ),
         ("[data]\nprefetch_steps = 1", r"\[data\] prefetch_steps was removed: leave it out, as planners stay 2 steps"),
         ("[plan]\nmax_tokens = 4", r"\[plan\] max_tokens is 4 but must be at least pad_multiple, which is 8, or 0"),
@@ -301,8 +302,16 @@ def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path)
 
 
 def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_are_gone(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("[run]\nsteps = 7\ntraced_steps = 1\n[data]\nprefetch_steps = 4\n")
+    (tmp_path / "config.toml").write_text(
+        "[run]\nsteps = 7\ntraced_steps = 1\n[data]\nprefetch_steps = 4\ntext_key = 't'\n"
+    )
     assert parse_train(["--resume", str(tmp_path), "--run-dir", str(tmp_path)]).run.steps == 7
+    saved = {"run": {"tensorboard": True, "traced_steps": 1}, "data": {"input_key": "q", "target_key": "a"}}
+    saved |= {"debug": {"log_dir": "logs"}}
+    assert translate_saved(saved) == {
+        "run": {"log_dir": "logs", "loggers": ["tensorboard"]},
+        "data": {"fields": ["q", "a"]},
+    }
 
 
 @pytest.mark.parametrize(

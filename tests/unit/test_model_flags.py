@@ -237,7 +237,7 @@ def test_flags_of_the_optimizer_say_what_their_settings_do() -> None:
         (["--warmup", "1.5"], "--warmup is 1.5, neither a number of steps nor a part"),
         (["--betas", "0.9"], r"betas is \(0.9,\) but must be two numbers"),
         (["--epochs", "-1"], "epochs is -1.0 but must be at least 0"),
-        (["--input-key", "q"], "input_key is 'q' and target_key '': give both"),
+        (["--fields", "q", "a", "b"], "name prompt and response, or only a text"),
     ):
         with pytest.raises(ConfigError, match=said):
             settings(flags)

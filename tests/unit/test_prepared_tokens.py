@@ -61,10 +61,9 @@ def named_fields(path, count):
         (write_chats, ("--template", "chat"), {"template": "chat"}, False),
         (write_pairs, (), {}, True),
         (write_texts, (), {}, True),
-        (named_fields, ("--input-key", "q", "--target-key", "a"), {"input_key": "q", "target_key": "a"}, True),
-        (named_fields, ("--pair-keys", "q", "a"), {"input_key": "q", "target_key": "a"}, True),
-        (named_fields, ("--template", "text", "--text-key", "q"), {"template": "text", "text_key": "q"}, True),
-        (named_fields, ("--json-keys", "a"), {"template": "text", "text_key": "a"}, True),
+        (named_fields, ("--fields", "q", "a"), {"fields": ["q", "a"]}, True),
+        (named_fields, ("--template", "text", "--fields", "q"), {"template": "text", "fields": ["q"]}, True),
+        (named_fields, ("--json-keys", "a"), {"template": "text", "fields": ["a"]}, True),
     ],
 )
 def test_text_prepared_by_a_models_folder_is_what_a_run_makes_of_it(
@@ -128,21 +127,12 @@ def test_a_run_refuses_tokens_of_another_tokenizer_or_template_and_takes_those_o
 @pytest.mark.parametrize("tokenizer", ["bytes", "folder"])
 def test_a_run_refuses_tokens_of_other_fields_than_it_names(tmp_path, folder, here, tokenizer):
     path, tokenizer = named_fields(tmp_path / "d.jsonl", 9), folder if tokenizer == "folder" else tokenizer
-    keys = {"input_key": "q", "target_key": "a"}
-    for name, flags, own, others in (
-        (
-            "pairs",
-            ("--input-key", "q", "--target-key", "a"),
-            keys,
-            ({"text_key": "text"}, keys | {"target_key": "text"}),
-        ),
-        ("texts", ("--text-key", "q"), {"text_key": "q"}, ({"text_key": "a"}, keys)),
-    ):
-        prepared = preprocessed(tmp_path, "--input", path, "--tokenizer", tokenizer, *flags, name=name)
-        assert len(trained_on(tmp_path, prepared, tokenizer, **own)) == 9
+    for name, own, others in (("pairs", ["q", "a"], (["text"], ["q", "text"])), ("texts", ["q"], (["a"], ["q", "a"]))):
+        prepared = preprocessed(tmp_path, "--input", path, "--tokenizer", tokenizer, "--fields", *own, name=name)
+        assert len(trained_on(tmp_path, prepared, tokenizer, fields=own)) == 9
         for other in others:
             with pytest.raises(DataError, match=r"was made of the fields? 'q'.* and \[data\] names"):
-                trained_on(tmp_path, prepared, tokenizer, **other)
+                trained_on(tmp_path, prepared, tokenizer, fields=other)
 
 
 def test_empty_records_are_left_out_or_refused(tmp_path, folder, here, capsys):
@@ -157,9 +147,8 @@ def test_empty_records_are_left_out_or_refused(tmp_path, folder, here, capsys):
     ("flags", "says"),
     [
         (("--tokenizer", "bytes", "--template", "text"), "--template text is how a decoder-only model's own tokenizer"),
-        (("--tokenizer", "bytes", "--input-key", "q"), "input_key is 'q' and target_key '': give both"),
-        (("--tokenizer", "bytes", "--json-keys", "q", "--text-key", "a"), "--json-keys reads plain text, whatever"),
-        (("--tokenizer", "bytes", "--pair-keys", "q", "a", "--input-key", "q"), "--pair-keys is --input-key and"),
+        (("--tokenizer", "bytes", "--fields", "q", "a", "b"), "name prompt and response, or only a text"),
+        (("--tokenizer", "bytes", "--json-keys", "q", "--fields", "a"), "--json-keys reads plain text, whatever"),
         (("--tokenizer", "bytes", "--output-prefix", "x", "--template", "text"), "--template is for samples"),
     ],
 )

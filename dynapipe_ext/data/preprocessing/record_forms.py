@@ -121,13 +121,13 @@ def template_of(
         if named_fields.text in record:
             return "text", named_fields
         raise lacking(
-            record, [named_fields.text], where=where, fields="name a field that it has, or leave out --text-key"
+            record, [named_fields.text], where=where, fields="name a field that it has, or leave out --fields"
         )
     pairs = (named_fields.pair,) if named_fields.pair != PAIRS[0] else PAIRS
     if named_fields.pair == PAIRS[0] and "completion" in record and str(record.get(LABEL)).lower() in ("true", "false"):
         raise DataError(
             f"{where}: unpaired preference data: {LABEL!r} says whether the completion is a good one, but loss would"
-            " fall on bad ones, too: leave these out, and the field, or name --input-key prompt --target-key completion"
+            " fall on bad ones, too: leave these out, and the field, or name --fields prompt completion"
             " to train on all"
         )
     if is_chat(record):
@@ -153,7 +153,7 @@ def template_of(
         record,
         [named_fields.text],
         where=where,
-        fields=f"give one of {'; '.join(kinds)}, or name yours with --input-key and --target-key, or --text-key",
+        fields=f"give one of {'; '.join(kinds)}, or name yours with --fields",
     )
 
 
@@ -231,8 +231,8 @@ def _refuse_parts_of_chats(record: Mapping[str, object], pair: tuple[str, str], 
     if beside := [name for name in (*SYSTEMS, HISTORY) if record.get(name)]:
         raise DataError(
             f"{where}: field {beside[0]!r} is part of a chat, but {pair[0]!r} and {pair[1]!r} are a text and its"
-            f" continuation: rename them to 'instruction' and 'output', write {MESSAGES!r}, or name them by --input-key"
-            f" and --target-key to leave {beside[0]!r} out"
+            f" continuation: rename them to 'instruction' and 'output', write {MESSAGES!r}, or name them by --fields"
+            f" to leave {beside[0]!r} out"
         )
 
 
@@ -243,7 +243,7 @@ def example_of(record: Mapping[str, object], fields: RecordFields, *, where: str
     elif fields.text in record:
         prompt, target = "", string_field(record, fields.text, where=where)
     elif fields.pair is None:
-        raise lacking(record, [fields.text], where=where, fields="all records must have the field named by --text-key")
+        raise lacking(record, [fields.text], where=where, fields="all records must have the field named by --fields")
     else:
         advice = f'all must be of one kind, {{"{fields.pair[0]}", "{fields.pair[1]}"}} or {{"{fields.text}"}}'
         raise lacking(record, [name for name in fields.pair if name not in record], where=where, fields=advice)

@@ -201,7 +201,6 @@ OF_TEXT = (
         ),
         (("--input", "d.jsonl", *BASE, "--workers", "0"), "--workers is 0 but must be at least 1"),
         (("--input", "d.jsonl", *BASE, "--json-keys", "a", "b"), "one text a record but 2 keys are named"),
-        (("--input", "d.jsonl", *BASE, "--json-keys", "a", "--pair-keys", "a", "b"), "give one of them"),
         (("--input", "d.jsonl", *BASE, "--vocab-size", "300"), "--vocab-size goes with --tokenizer bpe"),
         (("--input", "d.jsonl", "--tokenizer", "bpe", "--output", "out"), "say how large with --vocab-size"),
         (("--input", "d.jsonl", *BASE, "--vocab-file", "v"), "--vocab-file and --merge-file go together"),
@@ -235,8 +234,8 @@ OF_TEXT = (
         (("--input", "d.idx", "--output", "out"), "give --vocab-size, or --tokenizer"),
         (("--input", "d.idx", "--output-prefix", "x", "--tokenizer", "bytes"), "is in Megatron's format already"),
         (
-            ("--input", "d.jsonl", "--tokenizer", "bytes", "--output-prefix", "x", "--pair-keys", "a", "b"),
-            "has no place for pairs",
+            ("--input", "d.jsonl", "--tokenizer", "bytes", "--output-prefix", "x", "--fields", "a", "b"),
+            "--fields is for samples",
         ),
     ],
 )

@@ -96,5 +96,5 @@ def test_answers_that_are_marked_as_good_or_bad_are_refused_unless_their_fields_
     files = find_inputs([path])
     with pytest.raises(DataError, match=r"unpaired preference data: 'label' says whether the completion is a good one"):
         form_of(DataSettings(), files, "bytes")
-    named = DataSettings(input_key="prompt", target_key="completion")
+    named = DataSettings(fields=("prompt", "completion"))
     assert form_of(named, files, "bytes").fields.pair == ("prompt", "completion")

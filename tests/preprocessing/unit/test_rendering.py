@@ -127,9 +127,8 @@ def test_prompts_that_carry_loss_and_empty_answers_are_counted(
     alpaca = {"instruction": "how are", "input": "", "output": "you", "text": "how are you"}
     path = write_lines(tmp_path / "alpaca.jsonl", [alpaca] * 3)
 
-    def notes(*flags: str) -> list[str]:
-        data = {"path": str(path), "tokenizer": str(tokenizers / "chatml")}
-        data |= {flag[2:].replace("-", "_"): name for flag, name in zip(flags[::2], flags[1::2], strict=True)}
+    def notes(*fields: str) -> list[str]:
+        data = {"path": str(path), "tokenizer": str(tokenizers / "chatml"), "fields": fields}
         config = TrainConfig.from_json({"data": data, "run": {"run_dir": str(tmp_path / "run")}})
         return [line for line in data_lines(run_data(config)) if line.startswith("note:")]
 
@@ -138,10 +137,10 @@ def test_prompts_that_carry_loss_and_empty_answers_are_counted(
     assert cli.main([*command, "--tokenizer", str(tokenizers / "chatml")]) == 0
     assert answers in "".join(capsys.readouterr())
     assert "3 samples of instructions: loss falls on their answers alone. The records also have 'text'" in answers
-    assert notes("--text-key", "text") == []  # as it is meant
-    assert notes("--input-key", "instruction", "--target-key", "output") == []
+    assert notes("text") == []  # as it is meant
+    assert notes("instruction", "output") == []
     write_lines(path, [alpaca, alpaca | {"output": ""}])
-    for flags in ((), ("--input-key", "instruction", "--target-key", "output")):
+    for flags in ((), ("instruction", "output")):
         assert "1 sample with an empty target: the end of text is all they teach" in notes(*flags)[-1]
     write_lines(path, [{"question": "how are", "target": "you", "text": "how are you"}] * 3)
     (whole,) = notes()
@@ -149,7 +148,7 @@ def test_prompts_that_carry_loss_and_empty_answers_are_counted(
     assert "The records also have 'question', 'target', not read" in whole
     write_lines(path, [{"problem": "how are", "solution": "you", "answer": "fine"}] * 3)
     (several,) = notes()
-    assert "The records also have 'answer', not read: to train on others, name theirs by --input-key" in several
+    assert "The records also have 'answer', not read: to train on others, name theirs by --fields" in several
 
 
 @pytest.mark.parametrize("named", [{"user": "human", "assistant": "gpt"}, {}])
@@ -219,10 +218,9 @@ def test_other_forms_of_chats_are_the_same_chat(
 def test_any_pair_is_a_chat_where_that_is_asked_for(tokenizers: Path, tmp_path: Path) -> None:
     (expected,) = (shown(prepared(tokenizers / "chatml", [{"messages": [QUESTION, ANSWER]}], tmp_path)),)
     question, answer = QUESTION["content"], ANSWER["content"]
-    pairs = [({"prompt": question, "response": answer}, {}), ({"q": question, "a": answer}, {"input_key": "q"})]
+    pairs = [({"prompt": question, "response": answer}, {}), ({"q": question, "a": answer}, {"fields": ("q", "a")})]
     for record, keys in pairs:
-        named = keys | {"target_key": "a"} if keys else {}
-        assert shown(prepared(tokenizers / "chatml", [record], tmp_path, template="chat", **named)) == expected
+        assert shown(prepared(tokenizers / "chatml", [record], tmp_path, template="chat", **keys)) == expected
 
 
 @pytest.mark.parametrize(
@@ -349,19 +347,19 @@ def test_fields_are_found_by_their_usual_names_or_by_those_given(tokenizers: Pat
             shown(prepared(tokenizers / "none", [dict(zip(names, ("two", "three"), strict=True))], tmp_path)) == wanted
         )
     own = [{"question": "two", "answer": "three", "body": "fine"}]
-    assert shown(prepared(tokenizers / "none", own, tmp_path, input_key="question", target_key="answer")) == wanted
-    assert shown(prepared(tokenizers / "none", own, tmp_path, text_key="body")) == "<s>⟦fine</s>⟧"
+    assert shown(prepared(tokenizers / "none", own, tmp_path, fields=("question", "answer"))) == wanted
+    assert shown(prepared(tokenizers / "none", own, tmp_path, fields=("body",))) == "<s>⟦fine</s>⟧"
     both = [own[0] | {"input": "two", "target": "three"}]
-    assert shown(prepared(tokenizers / "none", both, tmp_path, text_key="body")) == "<s>⟦fine</s>⟧"
+    assert shown(prepared(tokenizers / "none", both, tmp_path, fields=("body",))) == "<s>⟦fine</s>⟧"
     path = write_lines(tmp_path / "both.jsonl", both)
     run = {"run_dir": str(tmp_path / "run")}
-    texts = TrainConfig.from_json({"data": {"path": str(path), "tokenizer": "bytes", "text_key": "body"}, "run": run})
+    texts = TrainConfig.from_json({"data": {"path": str(path), "tokenizer": "bytes", "fields": ["body"]}, "run": run})
     assert shown(run_data(texts).whole) == "⟨separator⟩⟦fine⟨eos⟩⟧"
-    words = ["preprocess", "--input", str(path), "--tokenizer", "bytes", "--workers", "1", "--text-key", "body"]
+    words = ["preprocess", "--input", str(path), "--tokenizer", "bytes", "--workers", "1", "--fields", "body"]
     assert cli.main([*words, "--output", str(tmp_path / "texts")]) == 0
     assert shown(TokenDataset.open(tmp_path / "texts")) == "⟨separator⟩⟦fine⟨eos⟩⟧"
     path = write_lines(tmp_path / "own.jsonl", own)
-    data = {"path": str(path), "tokenizer": "bytes", "input_key": "question", "target_key": "answer"}
+    data = {"path": str(path), "tokenizer": "bytes", "fields": ["question", "answer"]}
     plain = run_data(TrainConfig.from_json({"data": data, "run": run})).whole
     assert shown(plain) == "two⟨separator⟩⟦three⟨eos⟩⟧"
 
@@ -481,7 +479,7 @@ def called() -> dict[str, Any]:
         ("chatml", [CHAT | {"tools": 3}], "line 1: field 'tools' must be a list"),
         ("chatml", [CHAT, {"text": "a"}], "line 2: .*lacks 'messages' .*: all records .* must be of one kind"),
         ("chatml", [{"text": "a"}, CHAT], "line 2: .*lacks 'text' .*: all records .* must be of one kind"),
-        ("chatml", [{"question": "a"}], "line 1: .*messages; input and target; .* or name yours with --input-key"),
+        ("chatml", [{"question": "a"}], "line 1: .*messages; input and target; .* or name yours with --fields"),
         ("chatml", [{"text": ""}], "line 1: the record is empty"),
         ("none", [{"text": "a"}, {"input": "a", "target": "b"}], "line 2: .*lacks 'text'.*all records .* be of one k"),
     ],
@@ -501,10 +499,10 @@ def test_what_no_template_can_say_is_refused_with_its_line(
             r"template is text but the tokenizer is 'bytes', and templates .*: leave it out; to",
         ),
         (
-            {"text_key": "body"},
+            {"fields": ["body"]},
             r"own\.jsonl, line 1: the record lacks 'body' \(it has 'input', 'target'\): name a",
         ),
-        ({"path": "", "text_key": "body"}, "name fields of files: name your data, too"),
+        ({"path": "", "fields": ["body"]}, "fields are those of files: name your data, too"),
         ({"path": "", "template": "chat"}, "template is chat but the tokenizer is 'bytes'"),
     ],
 )
