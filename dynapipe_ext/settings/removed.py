@@ -19,6 +19,7 @@ _SUCCESSORS = {
     ("--save-format", "[checkpoint] save_format"): "use dynapipe convert OUTPUT DIR --to FORMAT",
     ("[checkpoint] background",): "leave it out, as runs on accelerators save so",
     ("[data] prefetch_steps",): "leave it out, as planners stay 2 steps ahead",
+    ("--stages-per-rank", "[topology] stages_per_rank"): "leave it out, or name more stages by layers_per_stage",
     ("[run] tensorboard",): 'use loggers = ["tensorboard"]',
     ("[run] traced_steps",): "leave it out, as the page draws the last 3 steps",
     ("--wandb", "[run] wandb"): "use --loggers wandb, and WANDB_PROJECT for the project's name",

@@ -53,12 +53,12 @@ class RunSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologySettings:
     """An empty `placement` is the one that the schedule needs, linear for most. "auto" plans batches of the run under
-    every placement, before the model is built, and takes the best with its `layers_per_stage`. `stages_per_rank` 0 is
-    the usual number of the placement. `vocabulary` "head" divides the head over the pipeline ranks, in stages behind
-    the layers; "both" divides the embedding too, in stages before them; "whole" divides neither, and "auto" tries them
-    like placements. The stages of `layers_per_stage` are those of layers alone. `width` data parallel ranks join into
-    one replica, each with a slice of every row's positions (context parallelism); "auto" lets each step take the width
-    whose plan ends first.
+    every placement, before the model is built, and takes the best with its `layers_per_stage`. Ranks have the
+    placement's usual number of stages, or as many as `layers_per_stage` names, which counts only stages of layers.
+    `vocabulary` "head" divides the head over the pipeline ranks, in stages behind the layers; "both" divides the
+    embedding too, in stages before them; "whole" divides neither, and "auto" tries them like placements. `width` data
+    parallel ranks join into one replica, each with a slice of every row's positions (context parallelism); "auto" lets
+    each step take the width whose plan ends first.
     """
 
     tp: int = setting(2, "--tp", "tensor parallel ranks", at_least=1, at_most=1 << 16)

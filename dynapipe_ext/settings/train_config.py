@@ -218,7 +218,7 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
             )
     name = "linear" if placement == "auto" else placement  # tried ones are made later
     try:
-        layers = Topology(pp=topology.pp, placement=placement_of(name, topology.pp, topology.stages_per_rank or None))
+        layers = Topology(pp=topology.pp, placement=placement_of(name, topology.pp, topology.stages_per_rank))
         placed = (
             layers
             if topology.vocabulary == "auto" or topology.vocabulary == "whole"
@@ -486,8 +486,8 @@ _ALTERNATIVES: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 def with_replaced(tables: Mapping[str, Mapping[str, Any]], config: TrainConfig) -> Tables:
     """Settings that go on top of `config`, with those that they replace reset: `steps` the epochs, one of a row of
-    alternatives the others, a placement the stages of a rank and their layers, another `pp` these layers (of one rank
-    the placement, too)."""
+    alternatives the others, a placement the layers of stages, another `pp` these layers (of one rank the placement,
+    too)."""
     replaced: Tables = {table: dict(values) for table, values in tables.items()}
     if "steps" in replaced.get("run", {}):
         replaced["run"] = {"epochs": 0.0} | replaced["run"]
@@ -500,10 +500,8 @@ def with_replaced(tables: Mapping[str, Mapping[str, Any]], config: TrainConfig) 
         if topology.get("pp", config.topology.pp) != config.topology.pp:  # its stages are others
             others["layers_per_stage"] = ()
             if topology["pp"] == 1:
-                others |= {"placement": "", "stages_per_rank": 0, "vocabulary": "whole"}
-        if "placement" in topology:  # another one's stages and layers are not for it
-            others |= {"stages_per_rank": 0, "layers_per_stage": ()}
-        if topology.get("vocabulary") == "auto":  # which chooses layers
+                others |= {"placement": "", "vocabulary": "whole"}
+        if "placement" in topology or topology.get("vocabulary") == "auto":  # another one's layers are not for it
             others["layers_per_stage"] = ()
         replaced["topology"] = others | topology
     return replaced

@@ -121,7 +121,7 @@ def _config(args: argparse.Namespace, plan: PlanFile, packs_rows: bool) -> Train
     }
     name = t.placement_name.partition(",")[0]
     if name != "custom":
-        tables["topology"] |= {"placement": name, "stages_per_rank": 0 if name == "linear" else t.num_stages // t.pp}
+        tables["topology"]["placement"] = name
     tables["topology"]["vocabulary"] = plan.topology.vocabulary
     tables["plan"] = {"layout": "packed"} if packs_rows else {}
     if args.memory_limit_gb is not None:

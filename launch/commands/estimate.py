@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from dynapipe_ext.batch.micro_batches import Layout, Pieces
-from dynapipe_ext.batch.topology import placement_of
 from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, StateRecipe
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
@@ -110,14 +109,12 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     for flag, metavar, what in (
         ("--tp", "N,…", "tensor parallel ranks"),
         ("--pp", "N,…", "pipeline ranks"),
-        ("--stages-per-rank", "N,…", "under interleaved, v"),
         ("--zero", "N,…", "stages 0 to 3"),
         ("--offload", "KIND,…", ", ".join(OFFLOADS_TRIED)),
         ("--recompute", "KIND,…", ", ".join(get_args(RecomputeChoice))),
         ("--layout", "KIND,…", ", ".join(get_args(Layout))),
     ):
-        default = "2; under auto up to 8" if flag == "--stages-per-rank" else "all that fit"
-        ways.add_argument(flag, metavar=metavar, help=f"{what} (default: {default})")
+        ways.add_argument(flag, metavar=metavar, help=f"{what} (default: all that fit)")
     add_flags(ways, "plan.pieces")
     ways.add_argument(
         "--cp", metavar="N,…", help="context parallel ranks: data parallel ones that share rows (default: 1)"
@@ -208,7 +205,6 @@ def question_of(args: argparse.Namespace) -> Question:
             cp=_numbers(args.cp, "--cp") or (1,),
             pp=_numbers(args.pp, "--pp"),
             placement=args.placement or "auto",
-            stages_per_rank=_stages_per_rank(args),
             vocabulary=args.vocabulary or "whole",
             zero_stages=_numbers(args.zero, "--zero", most=3, least=0),
             offloads=_words(args.offload, "--offload", OFFLOADS_TRIED),
@@ -288,18 +284,6 @@ def _numbers(text: str | None, flag: str, *, least: int = 1, most: int = 1 << 20
     if not all(word.isascii() and word.isdigit() and len(word) <= 12 and least <= int(word) <= most for word in words):
         raise ConfigError(f"{flag} is {short(text)} but must be numbers of {least} to {most:,}, like 1,2,4")
     return tuple(int(word) for word in words)
-
-
-def _stages_per_rank(args: argparse.Namespace) -> tuple[int, ...]:
-    """Errors: ConfigError for numbers that no pipeline has under the placement."""
-    numbers = _numbers(args.stages_per_rank, "--stages-per-rank")
-    if numbers and set(_numbers(args.pp, "--pp")) == {1}:
-        raise ConfigError(
-            f"--stages-per-rank is {args.stages_per_rank} but --pp 1 has no pipeline: leave it out, or raise --pp"
-        )
-    for number in numbers:  # "auto" takes those that interleaved has, and of them what v has too
-        placement_of("interleaved" if (args.placement or "auto") == "auto" else args.placement, 2, number)
-    return numbers
 
 
 def _words(text: str | None, flag: str, choices: tuple[Any, ...]) -> tuple[Any, ...]:

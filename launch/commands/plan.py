@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cost_arguments(parser)
     for name, what in _DEGREES.items():
         add_flag(parser, f"topology.{name}", what)
-    add_flags(parser, "topology.width", "topology.placement", "topology.stages_per_rank", "topology.layers_per_stage")
+    add_flags(parser, "topology.width", "topology.placement", "topology.layers_per_stage")
     add_flags(parser, "topology.vocabulary")
     add_flags(parser, "plan.layout", "plan.schedule")
     add_flag(parser, "plan.pad_multiple", "rows are rounded up to it (default: that of --config, else 8; CSV: 1)")

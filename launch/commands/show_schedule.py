@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("schedule", metavar="NAME|FILE", help="a schedule's name, or a file .csv, .txt or .json")
     add_flag(parser, "topology.pp", f"pipeline ranks (default: {DEFAULT_RANKS})")
     parser.add_argument("--micro-batches", type=int, metavar="N", help=f"of a step (default: {DEFAULT_MICRO_BATCHES})")
-    add_flag(parser, "topology.stages_per_rank", "of interleaved-1f1b, adaptive (default: 2, 1)")
+    parser.add_argument(
+        "--stages-per-rank", type=int, metavar="N", help="of interleaved-1f1b, adaptive (default: 2, 1)"
+    )
     parser.add_argument("--times", default="1,1,1", metavar="F,I,W", help="ms of a micro-batch on a rank, B = I + W")
     parser.add_argument(
         "--costs-cv", type=float, metavar="CV", help="uneven micro-batches: lognormal factors of mean 1"

@@ -110,7 +110,7 @@ def usual_way(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: A
     """The same job planned otherwise, on the placement of its schedule; where that is the job's, layers stay."""
     topology = config.topology
     if config.placement != own_placement(schedule):
-        topology = replace(topology, placement="", stages_per_rank=0, layers_per_stage=())
+        topology = replace(topology, placement="", layers_per_stage=())
     topology = replace(topology, vocabulary="whole")
     searched: dict[str, Any] = {"split_backward": False, "pieces": "off", "noise": 0.0}
     usual = replace(config.plan, schedule=schedule, **searched, **plan)
@@ -127,7 +127,7 @@ def placed_stages(config: TrainConfig) -> Topology:
     t, name = config.topology, config.placement
     placement: tuple[int, ...] = ()
     if name != "linear" and name != "auto":
-        placement = placement_of(name, t.pp, t.stages_per_rank or None)
+        placement = placement_of(name, t.pp, t.stages_per_rank)
     width = 1 if t.width == "auto" else t.width
     layers = Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement, width=width)
     return layers if t.vocabulary == "auto" or t.vocabulary == "whole" else spread_vocabulary(layers, t.vocabulary)
@@ -448,7 +448,7 @@ def _what_fits(
     config: TrainConfig, costs: CostModel, sample: SampleLength, limit_of: LimitOf, *, forwards_alone: bool
 ) -> str:
     """The fewest ranks that a sample fits on, as advice; of as many, those of the least tp."""
-    linear = replace(config.topology, placement="linear", stages_per_rank=0, layers_per_stage=())
+    linear = replace(config.topology, placement="linear", layers_per_stage=())
     for num_ranks in (2, 4, 8, 16, 32, 64, 128, 256):
         for degrees in _degrees(config, num_ranks):
             try:
@@ -548,15 +548,14 @@ def placement_trials(
     *,
     names: Sequence[PlacementName] = get_args(PlacementName),
     vocabularies: Sequence[Vocabulary] = ("whole",),
-    stages_per_rank: int,
     halves: bool,
 ) -> tuple[PlacementTrial, ...]:
     """What every placement would give under every one of the `vocabularies`, proven, each with its best layers per
-    stage, the best first; `stages_per_rank` 0 is each placement's own number, and with `halves` layers may be cut
-    between attention and MLP. Errors: those of `PlacementSearch.trials` and, but for steps refused, `prove_step`.
+    stage, the best first; with `halves` layers may be cut between attention and MLP. Errors: those of
+    `PlacementSearch.trials` and, but for steps refused, `prove_step`.
     """
     search = PlacementSearch(base, planner_over, _proven, num_layers, batches, halves, vocabularies)
-    return search.trials(names, stages_per_rank or None)
+    return search.trials(names)
 
 
 def layers_to_place(costs: CostModel) -> int:
@@ -585,7 +584,6 @@ def with_placement(config: TrainConfig, topology: Topology) -> TrainConfig:
     chosen = replace(
         config.topology,
         placement=cast(PlacementName, layers.placement_name.partition(",")[0]),
-        stages_per_rank=layers.num_stages // layers.pp,
         layers_per_stage=layers.layers_per_stage,
         vocabulary=topology.vocabulary,
     )

@@ -195,7 +195,6 @@ def placed_planning(
         batches(),
         names=get_args(PlacementName) if config.placement == "auto" else (config.placement,),
         vocabularies=planning.vocabularies,
-        stages_per_rank=config.topology.stages_per_rank,
         halves=planning.costs.facts.prices_halves and (runs_half_layers(config) or not planning.is_of_config),
     )
     return planning.over(trials[0].topology), trials

@@ -49,7 +49,7 @@ def _changes(config: TrainConfig, *, tied_embeddings: bool) -> Iterator[_Change]
     elif topology.pp > 1:
         for name in ("v", "interleaved"):
             if topology.placement != name:
-                placed: dict[str, Any] = {"placement": name, "stages_per_rank": 0, "layers_per_stage": []}
+                placed: dict[str, Any] = {"placement": name, "layers_per_stage": []}
                 yield _Change(f"--placement {name}", "two stages a rank, so less waiting", {"topology": placed})
     if not plan.split_backward and topology.pp > 1 and plan.schedule == "adaptive":
         yield _Change("--split-backward", "weight gradients fill waits", {"plan": {"split_backward": True}})

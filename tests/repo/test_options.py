@@ -29,9 +29,7 @@ from tests.support.limits import LIMIT_S
 # Where one word means a choice of another set in another subcommand: figures of a GPU, or torch's device.
 OWN_CHOICES = {"device", "dtype", "schedule", "recompute"}
 # `estimate` searches: it takes several, with commas, of what others take one of; and a range of tokens.
-SEARCHED = {
-    ("estimate", name) for name in ("tp", "pp", "cp", "layout", "recompute", "tokens_per_batch", "stages_per_rank")
-}
+SEARCHED = {("estimate", name) for name in ("tp", "pp", "cp", "layout", "recompute", "tokens_per_batch")}
 SEARCHED.add(("profile", "recompute"))
 DECLARED = {
     flag: one

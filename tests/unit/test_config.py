@@ -94,8 +94,12 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ("[topology]\nlayers_per_stage = [1.75, 2.25]", r"layers_per_stage \(1.75, 2.25\) has 1.75: .* in halves"),
         ("[topology]\nlayers_per_stage = 2", r"layers_per_stage is 2 but must be a list of numbers"),
         ('[topology]\nplacement = "w"', r"placement is 'w': choose from .*auto"),
-        ("[topology]\nstages_per_rank = 2", r"placement linear has 1 stage a rank, not 2"),
-        ('[topology]\nplacement = "v"\nstages_per_rank = 3', r"placement v of 3 stages .*an even number"),
+        ("[topology]\nstages_per_rank = 2", r"stages_per_rank was removed: .* name more stages by layers_per_stage"),
+        ("[topology]\nlayers_per_stage = [1, 1, 1, 1]", r"placement linear has 1 stage a rank, not 2"),
+        (
+            '[topology]\nplacement = "v"\nlayers_per_stage = [1, 1, 1, 1, 1, 1]',
+            r"placement v of 3 stages .*an even number",
+        ),
         ('[topology]\nplacement = "v"\npp = 1', r"placement v of 2 stages on each of 1 ranks"),
         (
             '[topology]\nplacement = "auto"\nlayers_per_stage = [1, 3]',
@@ -110,7 +114,7 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
             r"'interleaved-1f1b' is for interleaved stages, but .*\(linear\): take placement 'interleaved'",
         ),
         (
-            '[topology]\nstages_per_rank = 4\n[plan]\nschedule = "zb-v"',
+            '[topology]\nlayers_per_stage = [1, 1, 1, 1, 1, 1, 1, 1]\n[plan]\nschedule = "zb-v"',
             r"'zb-v' is for two stages a rank in a V, but the placement is .*v, 4 stages a rank",
         ),
         ('[topology]\npp = 1\n[plan]\nschedule = "v-half"', r"placement v of 2 stages on each of 1 ranks"),
@@ -232,7 +236,6 @@ def test_flags_replace_single_settings_and_are_checked() -> None:
         (["--tokens-per-batch", "99"], {"data": {"tokens_per_batch": 99}}),
         (["--layers-per-stage", "1, 3"], {"topology": {"layers_per_stage": (1, 3)}}),
         (["--layers-per-stage", "1.5,2.5"], {"topology": {"layers_per_stage": (1.5, 2.5)}}),
-        (["--placement", "v", "--stages-per-rank", "4"], {"topology": {"placement": "v", "stages_per_rank": 4}}),
         (["--noise", "0.1"], {"plan": {"noise": 0.1}}),
         (["--truncate", "--strict"], {"data": {"truncate": True}, "job": {"strict": True}}),
         (["--truncate", "64"], {"data": {"truncate": True}, "model": {"max_seq_len": 64}}),
@@ -285,7 +288,7 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     return requested.config_from(parser.parse_args(arguments))
 
 
-INTERLEAVED = {"pp": 2, "placement": "interleaved", "stages_per_rank": 2, "layers_per_stage": (1, 1, 1.5, 0.5)}
+INTERLEAVED = {"pp": 2, "placement": "interleaved", "layers_per_stage": (1, 1, 1.5, 0.5)}
 
 
 def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path) -> None:
@@ -302,9 +305,7 @@ def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path)
 
 
 def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_are_gone(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(
-        "[run]\nsteps = 7\ntraced_steps = 1\n[data]\nprefetch_steps = 4\ntext_key = 't'\n"
-    )
+    (tmp_path / "config.toml").write_text("[run]\nsteps = 7\ntraced_steps = 1\n[data]\ntext_key = 't'\n")
     assert parse_train(["--resume", str(tmp_path), "--run-dir", str(tmp_path)]).run.steps == 7
     saved = {"run": {"tensorboard": True, "traced_steps": 1}, "data": {"input_key": "q", "target_key": "a"}}
     saved |= {"debug": {"log_dir": "logs"}}
@@ -373,12 +374,12 @@ def test_a_resumed_run_takes_no_program_and_no_place_outside_of_it_from_its_fold
         (
             {"topology": INTERLEAVED},
             "[topology]\npp = 1",
-            {"topology": {"placement": "", "stages_per_rank": 0, "layers_per_stage": ()}},
+            {"topology": {"placement": "", "layers_per_stage": ()}},
         ),
         (
             {"topology": INTERLEAVED},
             "[topology]\npp = 4",
-            {"topology": {"placement": "interleaved", "stages_per_rank": 2, "layers_per_stage": ()}},
+            {"topology": {"placement": "interleaved", "layers_per_stage": ()}},
         ),
     ],
 )

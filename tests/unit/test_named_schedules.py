@@ -114,7 +114,7 @@ def test_a_placement_that_a_schedule_does_not_have_is_refused(
 def test_interleaved_1f1b_takes_any_number_of_stages_a_rank() -> None:
     config = TrainConfig.from_json(
         {
-            "topology": {"tp": 1, "pp": 2, "dp": 1, "stages_per_rank": 3},
+            "topology": {"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [1] * 6},
             "model": {"num_layers": 6},
             "plan": {"schedule": "interleaved-1f1b"},
         }

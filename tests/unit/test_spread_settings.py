@@ -66,7 +66,7 @@ def test_settings_name_the_layers_of_stages_of_layers_alone() -> None:
     topology = topology_of(config)
     assert (topology.layers_per_stage, topology.placement, topology.vocabulary) == ((3, 1, 0), (0, 1, 0), "head")
     assert configured_format(config).first_head_stage == 1
-    assert with_placement(config, topology).topology == replace(config.topology, placement="linear", stages_per_rank=1)
+    assert with_placement(config, topology).topology == replace(config.topology, placement="linear")
     v = configured({"vocabulary": "head", "placement": "v"})
     assert with_placement(v, topology_of(v)).topology.stages_per_rank == 2
     assert placed_stages(configured({"vocabulary": "auto"})) == Topology(pp=2, dp=2)

@@ -375,7 +375,7 @@ def settings(
             **({} if s.cp == 1 else {"width": s.cp}),
             "layers_per_stage": list(gathered_vocabulary(t).layers_per_stage),
             **({} if t.vocabulary == "whole" else {"vocabulary": t.vocabulary}),
-            **({} if s.placement == "linear" else {"placement": s.placement, "stages_per_rank": s.stages_per_rank}),
+            **({} if s.placement == "linear" else {"placement": s.placement}),
             "sequence_parallel": s.sequence_parallel,
         },
         "model": {

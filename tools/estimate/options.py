@@ -45,7 +45,6 @@ class Limits:
     cp: tuple[int, ...] = (1,)
     pp: tuple[int, ...] = ()
     placement: PlacementChoice = "auto"
-    stages_per_rank: tuple[int, ...] = ()
     vocabulary: VocabularyChoice = "whole"
     zero_stages: tuple[int, ...] = ()
     offloads: tuple[Offload, ...] = ()
@@ -136,11 +135,11 @@ def spreads(question: Question, dropped: Dropped) -> Iterator[Strategy]:
 
 def _placed(question: Question, topology: Topology, dropped: Dropped) -> Iterator[Topology]:
     """The topology under the placement that is asked for, where its layers fill it."""
-    name, rounds = question.limits.placement, question.limits.stages_per_rank
+    name = question.limits.placement
     if name == "linear" or name == "auto":
         yield from _spread(question, topology, dropped)
     else:
-        for placed in _filled(question.architecture, topology, name, rounds or (2,), dropped):
+        for placed in _filled(question.architecture, topology, name, (2,), dropped):
             yield from _spread(question, placed, dropped)
 
 
@@ -163,7 +162,7 @@ def placed_otherwise(question: Question, strategy: Strategy, dropped: Dropped) -
     `_MOST_STAGES`, or as a V."""
     a, topology = question.architecture, replace(gathered_vocabulary(strategy.topology), layers_per_stage=())
     most = min(_MOST_STAGES, a.total_layers // topology.pp)
-    interleaved = question.limits.stages_per_rank or sorted({n for n in (2, 4, most) if 1 < n <= most})
+    interleaved = sorted({n for n in (2, 4, most) if 1 < n <= most})
     names: tuple[tuple[PlacementName, Sequence[int]], ...] = (
         ("interleaved", interleaved),
         ("v", [n for n in interleaved if n in (2, 4)]),

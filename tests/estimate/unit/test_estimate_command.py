@@ -182,7 +182,6 @@ def test_lengths_of_a_file_are_planned(small, tmp_path, capsys):
             "--max-samples is 2 but --tokens-per-batch '8192' alone",
         ),
         (["--max-samples", "0"], "--max-samples is 0 but must be at least 1"),
-        (["--pp", "1", "--stages-per-rank", "4"], "--stages-per-rank is 4 but --pp 1 has no pipeline"),
         (["--tokens-per-batch", "100"], "a sample has 1,024 tokens but a global batch has at most 100"),
         (["--precision", "fp32", "--states", "mixed"], "--states mixed is about 16-bit weights"),
         (["--truncate", "9"], "--truncate cuts at 9, but nothing is given to cut: give --lengths"),
