@@ -15,7 +15,6 @@ from typing import Any
 
 from dynapipe_ext.batch.topology import ZERO_STAGES, ZeroStage
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.settings.deepspeed_keys import refuse_unread
 from dynapipe_ext.settings.tables import MEETS_INSIDE, DeepSpeedSettings, OptimizerSettings
 
 Json = dict[str, Any]
@@ -65,7 +64,6 @@ def read_deepspeed_config(path: str | Path) -> Json:
         if not isinstance(raw.get(name, {}), dict):
             raise ConfigError(f"{path}: {name} is {short(raw[name])} but must be an object")
     _refuse_misfits(raw, path)
-    refuse_unread(raw, path)
     for name, instead in _FOREIGN.items():
         if raw.get(name, {}).get("enabled") is True:
             raise ConfigError(f"{path}: {name} is enabled, which runs here cannot follow: {instead}")
@@ -80,6 +78,8 @@ def _refuse_misfits(raw: Json, path: str | Path) -> None:
     for name in ("optimizer", "scheduler"):
         if not isinstance(params := raw.get(name, {}).get("params", {}), dict):
             raise ConfigError(f"{path}: {name}.params is {short(params)} but must be an object")
+        if unread := raw.get(name, {}).keys() - {"type", "params", "legacy_fusion"}:  # DeepSpeed ignores such
+            raise ConfigError(f"{path}: {name}.{min(unread)} is no name that DeepSpeed reads: write type and params")
     parameters = raw.get("optimizer", {}).get("params", {})
     values = {f"optimizer.params.{name}": parameters.get(name, "auto") for name in ("lr", "weight_decay")}
     values |= {name: raw.get(name, "auto") for name in ("gradient_clipping", "steps_per_print")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import re
@@ -33,7 +32,6 @@ from dynapipe_ext.executor.stages.transformers.stage import token_loss_sum
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.launch.processes.env import RankEnv
-from dynapipe_ext.settings import deepspeed_keys
 from dynapipe_ext.settings.tables import OptimizerSettings
 from tests.support.checkpoints import tiny
 from tests.support.deepspeed_ranks import quiet
@@ -321,50 +319,6 @@ def test_parts_of_an_encoder_decoder_are_refused():
     engine: Any = None
     with pytest.raises(ConfigError, match=r"engines train causal models .*: give TransformersStage the parts of a T5"):
         engine_stage(engine, parts_of_model(tiny("t5")), parallel=engine)
-
-
-def test_declared_names_are_those_that_this_deepspeed_reads() -> None:
-    """Its models of sections, and the parameters of its schedulers and of the optimizers that it would make."""
-    import deepspeed
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.runtime import lr_schedules
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
-
-    sections = {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
-        "bf16": DeepSpeedBF16Config,
-    }
-    assert deepspeed.__version__ == deepspeed_keys.VERSION
-    assert sections.keys() | {"optimizer", "scheduler"} == deepspeed_keys.SECTIONS.keys()
-    for place, model in sections.items():
-        fields = model.model_fields.items()
-        names = {name for name, _ in fields} | {field.alias for _, field in fields if field.alias}
-        assert {*deepspeed_keys.SECTIONS[place]} == names, place
-        assert model.model_config["extra"] == "forbid"
-    assert {*deepspeed_keys.SCHEDULERS} == {*lr_schedules.VALID_LR_SCHEDULES}
-    for kind, declared in deepspeed_keys.SCHEDULERS.items():
-        assert {*declared} == parameters_of(getattr(lr_schedules, kind)), kind
-    popped = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
-    makers = {
-        "adam": (torch.optim.AdamW, torch.optim.Adam, DeepSpeedCPUAdam, FusedAdam),
-        "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
-        "sgd": (torch.optim.SGD,),
-    }
-    for kind, classes in makers.items():
-        taken = set().union(*map(parameters_of, classes)) | (popped if kind == "adam" else set())
-        assert {*deepspeed_keys.OPTIMIZERS[kind]} == taken - {"decoupled_weight_decay"}, kind
-
-
-def parameters_of(kind: type) -> set[str]:
-    return {*inspect.signature(kind).parameters} - {"optimizer", "params", "model_params"}
 
 
 def test_a_deepspeed_that_cannot_be_loaded_leaves_logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.settings.deepspeed_keys import refuse_unread
 from dynapipe_ext.settings.deepspeed_settings import engine_config, read_deepspeed_config
 from dynapipe_ext.settings.tables import DeepSpeedSettings, OptimizerSettings
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -165,61 +164,3 @@ def test_a_file_that_no_run_can_follow_is_refused(text: str, says: str, tmp_path
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_deepspeed_config(tmp_path / "ds.json")
-
-
-def zero(**names: Any) -> dict[str, Any]:
-    return {"zero_optimization": names}
-
-
-def adam(**parameters: Any) -> dict[str, Any]:
-    return {"optimizer": {"type": "AdamW", "params": parameters}}
-
-
-def warmup(kind: str = "WarmupLR", **parameters: Any) -> dict[str, Any]:
-    return {"scheduler": {"type": kind, "params": parameters}}
-
-
-@pytest.mark.parametrize(
-    ("raw", "says"),
-    [
-        (zero(offload_optimiser={}), "zero_optimization.offload_optimiser is no name .* mean offload_optimizer?"),
-        (zero(offload_param={"devise": "cpu"}), "zero_optimization.offload_param.devise .* did you mean device?"),
-        (zero(offload_optimizer={"pin_memmory": True}), "offload_optimizer.pin_memmory .* did you mean pin_memory?"),
-        (zero(flavour=1), "zero_optimization.flavour is no name that DeepSpeed 0.* reads: known are"),
-        ({"bf16": {"enable": True}}, "bf16.enable is no name .* did you mean enabled?"),
-        ({"optimizer": {"type": "AdamW", "parameters": {}}}, "optimizer.parameters is no name that DeepSpeed"),
-        (adam(learning_rate=1e-3), "optimizer.params.learning_rate is no name .* did you mean lr?"),
-        (adam(lr=1e-3, weight_decai=0.1), "optimizer.params.weight_decai .* did you mean weight_decay?"),
-        (adam(max_grad_norm=1.0), "did you mean gradient_clipping, outside of optimizer?"),
-        (adam(momentum=0.9), "optimizer.params.momentum is no name that DeepSpeed"),
-        (warmup("WarmupLr"), "scheduler.type is 'WarmupLr': choose from .* did you mean 'WarmupLR'?"),
-        (warmup(warmup_maximum_lr=1e-3), "scheduler.params.warmup_maximum_lr .* did you mean warmup_max_lr?"),
-        (warmup(total_num_steps=9), "scheduler.params.total_num_steps is no name that DeepSpeed"),
-        (warmup(warmup_max_lr="1e-3"), "scheduler.params.warmup_max_lr is '1e-3' but must be a number"),
-        (warmup(warmup_num_steps="10"), "scheduler.params.warmup_num_steps is '10' but must be a number"),
-        (warmup(warmup_type="cubic"), "scheduler.params.warmup_type is 'cubic' but must be 'log' or 'linear'"),
-        (warmup("WarmupDecayLR"), 'total_num_steps is None, but WarmupDecayLR needs it: give a number, or "auto"'),
-        (warmup("WarmupCosineLR", warmup_num_steps=3), "total_num_steps is None, but WarmupCosineLR needs it"),
-        (warmup("WarmupCosineLR", total_num_steps="9"), "total_num_steps is '9' but must be a number or"),
-        (warmup("OneCycle", cycle_min_lr=0.1), "cycle_max_lr is None, but OneCycle needs it: give a number"),
-        (warmup("OneCycle", cycle_min_lr="auto", cycle_max_lr=1), "cycle_min_lr is 'auto', but OneCycle needs it"),
-        (warmup("OneCycle", cycle_momentum=1), "cycle_momentum is 1 but must be true or false"),
-        (adam(eps="1e-8"), "optimizer.params.eps is '1e-8' but must be a number or"),
-        (adam(amsgrad="no"), "optimizer.params.amsgrad is 'no' but must be true or false"),
-        ({"steps_per_print": "10"}, "steps_per_print is '10' but must be a number"),
-    ],
-)
-def test_a_name_that_deepspeed_does_not_read_is_refused_with_what_may_be_meant(
-    raw: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    """As settings are read, before ranks start."""
-    (tmp_path / "ds.json").write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match=says.replace(".", "[.]").replace("[.]*", ".*").replace("?", "[?]")):
-        TrainConfig().with_values(deepspeed={"config": str(tmp_path / "ds.json")})
-
-
-def test_names_of_another_version_of_deepspeed_are_left_to_it_unless_they_are_like_known_ones() -> None:
-    refuse_unread(zero(flavour=1) | warmup("Sawtooth"), "ds.json", "9.0")
-    refuse_unread({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 9}}}, "ds.json")
-    with pytest.raises(ConfigError, match="offload_optimizer"):
-        refuse_unread(zero(offload_optimiser={}), "ds.json", "9.0")
