@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
 
-from dynapipe_ext.errors import PlanError
+from dynapipe_ext.errors import PlanError, short
 
 _KIND = attrgetter("kind")
 _PATTERN = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})", re.ASCII)
@@ -42,7 +42,7 @@ class Action:
     def parse(cls, text: str) -> Action:
         match = _PATTERN.fullmatch(text)
         if not match:
-            raise PlanError(f"action {text!r} is not of the form 2F0 (stage, one of F B I W, micro-batch)")
+            raise PlanError(f"action {short(text)} is not of the form 2F0 (stage, one of F B I W, micro-batch)")
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
 

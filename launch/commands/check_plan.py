@@ -26,7 +26,6 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     settled_planning,
 )
 from dynapipe_ext.launch.job.settled import SettledPlanning
-from dynapipe_ext.schedules.actions import Action, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, replica_costs
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.check.buffers import with_buffers
@@ -34,11 +33,11 @@ from dynapipe_ext.tools.check.check_plan import Lengths, check, micro_batch_of
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.check.verdict_view import verdict_json, verdict_table
 from dynapipe_ext.tools.console import delivering, output
+from dynapipe_ext.tools.show.plan import schedule_of_file
 
 _NOT_VALID_STATUS = 1
 _MOST_FAULTS = 20  # one mistake can make thousands
 _PIPE_COLUMNS = 140
-_FROM_FILE = "as in the file"
 
 _EPILOG = """examples:
   dynapipe check-plan plan.json --costs DIR --model gpt_6.7b --layers 32 --memory-limit-gb 36 \\
@@ -101,8 +100,7 @@ def _step_plan(
     replicas, schedules = [], []
     for dp_rank, file in enumerate(plan.replicas):
         replicas.append(ReplicaPlan(dp_rank, tuple(micro_batch_of(m, lengths) for m in file.micro_batches)))
-        ranks = tuple(tuple(Action.parse(text) for text in rank) for rank in file.ranks)
-        schedules.append(PipelineSchedule(_FROM_FILE, ranks, file.placement, forward_only=plan.forward_only))
+        schedules.append(schedule_of_file(file, forward_only=plan.forward_only))
     predictions = tuple(
         Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=peaks, bubble_ratio=0.0) for peaks in peak_bytes
     )

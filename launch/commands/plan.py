@@ -37,8 +37,8 @@ from dynapipe_ext.tools.show.plan import (
     certificate_of_file,
     certificate_table,
     of_proven_step,
-    read_plan,
     rendered_plan,
+    view_of_file,
 )
 
 _MOST_LIMIT_S = 1e6
@@ -144,9 +144,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_file(path: str, console: Console) -> None:
-    view, file = read_plan(path), read_plan_file(path)
+    file = read_plan_file(path)
     _refuse_no_numbers(file, path)
-    console.print(rendered_plan(view, width=console.width))
+    console.print(rendered_plan(view_of_file(file), width=console.width))
     if claimed := certificate_of_file(file):
         console.print(certificate_table(claimed))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, did_you_mean
 from dynapipe_ext.launch.command_parser import add_json, ending
@@ -12,7 +14,9 @@ from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
 from dynapipe_ext.schedules.notation import to_csv
 from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.settings.plan_rules import own_placement
 from dynapipe_ext.settings.train_config import add_flag
 from dynapipe_ext.tools.console import delivering, output
@@ -22,10 +26,8 @@ from dynapipe_ext.tools.show.schedule import (
     FOR_COSTS,
     MEAN_BYTES,
     rank_costs,
-    read_pieces,
     read_schedule,
     rendered_schedule,
-    schedule_for,
     schedule_json,
     uneven_factors,
     view_of,
@@ -86,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     console = output(_PIPE_COLUMNS, json_to=args.json)
     _check_flags(args)
-    fixed = None if args.schedule in FOR_COSTS else _schedule(args)
+    fixed, pieces = (None, {}) if args.schedule in FOR_COSTS else _schedule(args)
     stage_ranks, num_micro_batches = _shape(args) if fixed is None else (fixed.stage_ranks, fixed.num_micro_batches)
     times = _times(args.times)
     provenance = f"F {times[0]:g}, I {times[1]:g}, W {times[2]:g} ms of a micro-batch on a rank, transfers free"
@@ -106,7 +108,6 @@ def run(args: argparse.Namespace) -> int:
         provenance += f"; at most {limit_bytes / 1e6:.4g} MB a rank"
     else:
         schedule = fixed
-    pieces = {} if args.schedule in _NAMES else read_pieces(args.schedule, replica=args.replica)
     view = view_of(schedule, costs, provenance, pieces=pieces)
     if limit_bytes is not None and max(view.peak_bytes) > limit_bytes:
         raise PlanError(
@@ -154,11 +155,11 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} is what {args.schedule} says itself: leave it out for a file")
 
 
-def _schedule(args: argparse.Namespace) -> PipelineSchedule:
+def _schedule(args: argparse.Namespace) -> tuple[PipelineSchedule, dict[int, Piece]]:
     if args.schedule not in PUBLISHED:
         return read_schedule(args.schedule, replica=args.replica)
     num_ranks, num_micro_batches = _counts(args)
-    return published_schedule(args.schedule, num_ranks, num_micro_batches, stages_per_rank=args.stages_per_rank)
+    return published_schedule(args.schedule, num_ranks, num_micro_batches, stages_per_rank=args.stages_per_rank), {}
 
 
 def _shape(args: argparse.Namespace) -> tuple[tuple[int, ...], int]:
@@ -207,6 +208,25 @@ def _for_costs(
     return schedule_for(
         args.schedule, costs, stage_ranks, memory_limit_bytes=limit_bytes, effort=effort, split=args.split_backward
     )
+
+
+def schedule_for(
+    name: str,
+    costs: MicroBatchCosts,
+    stage_ranks: Sequence[int],
+    *,
+    memory_limit_bytes: int,
+    effort: int,
+    split: bool = False,
+) -> PipelineSchedule:
+    """Return the schedule of a name in FOR_COSTS: DynaPipe's cyclic one, or this package's after `effort` search moves.
+
+    `split` runs backwards as I and W. Raises PlanError for a micro-batch that does not fit by itself, ConfigError for a
+    negative effort.
+    """
+    if name == "cyclic":
+        return clustered_cyclic(costs, memory_limit_bytes=memory_limit_bytes)
+    return optimize(costs, memory_limit_bytes=memory_limit_bytes, split=split, effort=effort, stage_ranks=stage_ranks)
 
 
 def _times(text: str) -> tuple[float, float, float]:

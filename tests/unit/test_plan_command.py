@@ -20,7 +20,8 @@ from dynapipe_ext.errors import DataError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.notation import read_plan_json
+from dynapipe_ext.tools.check.plan_file import read_plan_file
+from dynapipe_ext.tools.show.plan import list_orders
 from tests.support.limits import LIMIT_S
 from tests.support.measured import measured_csv
 
@@ -41,8 +42,8 @@ def plan(*arguments: str) -> int:
 
 def planned(path: Path) -> dict[str, Any]:
     """The plan in a file, which must be one that the reader proves to run."""
+    assert list_orders(read_plan_file(path))
     raw: dict[str, Any] = json.loads(path.read_text())
-    read_plan_json(raw)
     return raw
 
 

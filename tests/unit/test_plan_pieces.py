@@ -39,8 +39,8 @@ from dynapipe_ext.schedules.trials import whole_or_pieces
 from dynapipe_ext.tools.check.check_plan import check
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
-from dynapipe_ext.tools.show.plan import micro_batch_table, of_proven_step, read_plan
-from dynapipe_ext.tools.show.schedule import read_pieces
+from dynapipe_ext.tools.show.plan import micro_batch_table, of_proven_step, view_of_file
+from dynapipe_ext.tools.show.schedule import read_schedule
 
 LLAMA = Architecture.gpt(
     num_layers=4, hidden_size=64, num_heads=4, num_query_groups=2, ffn_hidden_size=256, gated_mlp=True,
@@ -83,10 +83,10 @@ def test_a_plan_and_its_file_are_shown_with_the_piece_that_each_micro_batch_carr
     provable = planner("auto", format=ActivationFormat(8), collectives=ReplicaCollectives())
     proven = prove_step(provable, LONG, step=0)
     (tmp_path / "plan.json").write_text(json.dumps(plan_json(proven.step_plan, Topology(pp=2, dp=2))))
-    shown = of_proven_step(proven, Topology(pp=2, dp=2)), read_plan(tmp_path / "plan.json")
+    shown = of_proven_step(proven, Topology(pp=2, dp=2)), view_of_file(read_plan_file(tmp_path / "plan.json"))
     for dp_rank, replica in enumerate(proven.step_plan.batch.replicas):
         pieces = pieces_by_position(replica.micro_batches)
-        assert read_pieces(tmp_path / "plan.json", replica=dp_rank) == pieces
+        assert read_schedule(tmp_path / "plan.json", replica=dp_rank)[1] == pieces
         for view in shown:
             *_, last = micro_batch_table(view.replicas[dp_rank]).columns
             count = len(replica.micro_batches)

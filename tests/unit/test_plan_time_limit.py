@@ -18,9 +18,10 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.proven_step import ProvenStep, prove_step
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands.plan import best_in_time
-from dynapipe_ext.schedules.notation import read_plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.tools.check.plan_file import read_plan_file
+from dynapipe_ext.tools.show.plan import list_orders
 
 LENGTHS = [40, 300, 17, 90, 120, 64, 33, 250]
 
@@ -34,8 +35,8 @@ def arguments(tmp_path: Path) -> list[str]:
 
 def planned(path: Path) -> dict[str, Any]:
     """The plan in a file, which must be one that the reader proves to run."""
+    assert list_orders(read_plan_file(path))
     raw: dict[str, Any] = json.loads(path.read_text())
-    read_plan_json(raw)
     return raw
 
 

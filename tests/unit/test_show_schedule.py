@@ -13,7 +13,7 @@ from rich.console import Console
 from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.launch.commands.show_schedule import DEFAULT_EFFORT
+from dynapipe_ext.launch.commands.show_schedule import DEFAULT_EFFORT, schedule_for
 from dynapipe_ext.schedules.actions import Kind
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.notation import format_lines, parse_lines, picture
@@ -24,7 +24,6 @@ from dynapipe_ext.tools.show.schedule import (
     rank_costs,
     read_schedule,
     rendered_schedule,
-    schedule_for,
     uneven_factors,
     view_of,
     write_html,
@@ -208,12 +207,14 @@ def test_files_of_lines_and_csv_are_read_and_faults_name_file_and_place(tmp_path
     file = tmp_path / "mine.txt"
     schedule = published_schedule("v-half", 3, 4)
     file.write_text(format_lines(schedule))
-    assert read_schedule(file).ranks == schedule.ranks
+    assert read_schedule(file)[0].ranks == schedule.ranks
     file.write_text("0: 0F0 0B0\n1: 1B0 1F0\n")
     with pytest.raises(PlanError, match=r"mine\.txt: micro-batch 0 on stage 1 runs BF"):
         read_schedule(file)
     file.write_text("0: 0F0 0B0 999999999999F0\n")
-    with pytest.raises(PlanError, match=r"mine\.txt: stages \[1, 2\] have no action"):
+    with pytest.raises(
+        PlanError, match=r"mine\.txt: line 1 names stage 999999999999 but there is no action of stage 1"
+    ):
         read_schedule(file)
     file.write_text("0:\n")
     with pytest.raises(PlanError, match="no rank has an action"):

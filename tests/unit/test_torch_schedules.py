@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from dynapipe_ext.launch.commands.show_schedule import schedule_for
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
-from dynapipe_ext.tools.show.schedule import rank_costs, schedule_for, uneven_factors
+from dynapipe_ext.tools.show.schedule import rank_costs, uneven_factors
 
 
 class Stage:

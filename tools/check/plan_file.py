@@ -52,6 +52,7 @@ class ReplicaFile:
     micro_batches: tuple[ShapeFile, ...]
     ranks: tuple[tuple[str, ...], ...]
     placement: tuple[int, ...]
+    name: str
     makespan_s: float
     lower_bound_s: float
     peak_bytes: tuple[int, ...]
@@ -175,6 +176,7 @@ def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
         micro_batches=tuple(micro_batches),
         ranks=tuple(tuple(rank) for rank in ranks),
         placement=schedule.many("placement", int) if "placement" in raw["schedule"] else tuple(range(len(ranks))),
+        name=schedule.one("name", str) if schedule.has("name") else "",
         makespan_s=_seconds(predicted, "makespan_s"),
         lower_bound_s=_seconds(predicted, "lower_bound_s"),
         peak_bytes=predicted.many("peak_bytes", int),

@@ -1,34 +1,40 @@
 """A planned step for people: tables of micro-batches, what the plan promises, and the timeline as text.
 
 ProvenStep ─► of_proven_step ─┐
-plan.json ─► read_plan ───────┴► PlanView ─► summary_table, micro_batch_table, timeline
+read_plan_file ─► view_of_file┴► PlanView ─► summary_table, micro_batch_table, timeline
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import cast
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dynapipe_ext.batch.micro_batches import Piece, pieces_by_position
+from dynapipe_ext.batch.micro_batches import (
+    Layout,
+    MicroBatch,
+    Piece,
+    SampleLength,
+    pieces_by_position,
+    sample_pieces,
+)
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.errors import DataError, format_bytes
+from dynapipe_ext.errors import DataError, PlanError, format_bytes
 from dynapipe_ext.executor.proven_step import ProvenStep
-from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.actions import Action, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.bounds import Certificate, ReplicaBounds
-from dynapipe_ext.schedules.notation import PLAN_FORMAT, draw, format_lines, pieces_in_json, read_plan_json
+from dynapipe_ext.schedules.evaluation.simulate import validate
+from dynapipe_ext.schedules.notation import draw, format_lines
 from dynapipe_ext.timeline import Trace
-from dynapipe_ext.tools.check.plan_file import PlanFile
+from dynapipe_ext.tools.check.plan_file import PlanFile, ReplicaFile, ShapeFile
 from dynapipe_ext.tools.console import percent
-from dynapipe_ext.tools.files import Fields, read_json
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MicroBatchView:
     """One micro-batch, with its piece of a cut sample, if any. `real_tokens` is None for a plan read from a file, which
     has shapes but no lengths."""
@@ -116,15 +122,7 @@ def of_proven_step(proven: ProvenStep, topology: Topology, *, planning_s: float 
                 dp_rank=replica.dp_rank,
                 layout=_layout([m.layout for m in replica.micro_batches]),
                 micro_batches=tuple(
-                    MicroBatchView(
-                        num_samples=len(m.samples),
-                        rows=m.rows,
-                        encoder_len=m.encoder_len,
-                        decoder_len=m.decoder_len,
-                        recompute=m.recompute,
-                        real_tokens=m.real_tokens,
-                        piece=pieces.get(position),
-                    )
+                    _view_micro_batch(m, pieces.get(position), m.real_tokens)
                     for position, m in enumerate(replica.micro_batches)
                 ),
                 schedule=schedule,
@@ -139,48 +137,66 @@ def of_proven_step(proven: ProvenStep, topology: Topology, *, planning_s: float 
     return PlanView(topology=topology, replicas=tuple(replicas), planning_s=planning_s, bubble_ratio=plan.bubble_ratio)
 
 
-def read_plan(path: str | Path) -> PlanView:
-    """The plan in a dynapipe-plan/1 file. Errors: DataError naming the file or field, PlanError naming the action."""
-    raw = read_json(path, PLAN_FORMAT, "a plan")
-    topology, micro_batches, schedules = read_plan_json(raw)
-    by_rank = sorted(raw["replicas"], key=lambda replica: int(replica["dp_rank"]))
+def view_of_file(plan: PlanFile) -> PlanView:
+    """Return the plan of a file. Raises DataError for claims of another number of ranks, PlanError naming an action."""
     replicas = []
-    for dp_rank, (shapes, schedule) in enumerate(zip(micro_batches, schedules, strict=True)):
-        predicted = Fields(by_rank[dp_rank], f"{path}: replica {dp_rank}").sub("predicted")
-        claimed = {"peak_bytes": predicted.many("peak_bytes", int)}
-        if "in_flight_bytes" in by_rank[dp_rank]["predicted"]:
-            claimed["in_flight_bytes"] = predicted.many("in_flight_bytes", int)
-        for name, each in claimed.items():
-            if len(each) != topology.pp:
+    for dp_rank, (file, (schedule, pieces)) in enumerate(zip(plan.replicas, list_orders(plan), strict=True)):
+        for name, each in (("peak_bytes", file.peak_bytes), ("in_flight_bytes", file.in_flight_bytes)):
+            if len(each) != plan.topology.pp and (each or name == "peak_bytes"):
                 raise DataError(
-                    f"{path}: replica {dp_rank} has {name} of {len(each)} ranks but pp is {topology.pp}: give one a"
-                    " rank"
+                    f"replica {dp_rank} has {name} of {len(each)} ranks but pp is {plan.topology.pp}: give one per rank"
                 )
-        pieces = pieces_in_json(shapes)
         replicas.append(
             ReplicaView(
                 dp_rank=dp_rank,
-                layout=_layout([shape["layout"] for shape in shapes]),
-                micro_batches=tuple(_from_json(shape, pieces.get(m)) for m, shape in enumerate(shapes)),
+                layout=_layout([shape.layout for shape in file.micro_batches]),
+                micro_batches=tuple(
+                    _view_micro_batch(shape, pieces.get(m)) for m, shape in enumerate(file.micro_batches)
+                ),
                 schedule=schedule,
-                makespan_s=predicted.one("makespan_s", float),
-                lower_bound_s=predicted.one("lower_bound_s", float),
-                peak_bytes=claimed["peak_bytes"],
-                in_flight_bytes=claimed.get("in_flight_bytes", ()),
+                makespan_s=file.makespan_s,
+                lower_bound_s=file.lower_bound_s,
+                peak_bytes=file.peak_bytes,
+                in_flight_bytes=file.in_flight_bytes,
             )
         )
-    return PlanView(topology=topology, replicas=tuple(replicas))
+    return PlanView(topology=plan.topology, replicas=tuple(replicas))
 
 
-def _from_json(shape: dict[str, Any], piece: Piece | None) -> MicroBatchView:
-    return MicroBatchView(
-        num_samples=len(shape["samples"]),
-        rows=shape["rows"],
-        encoder_len=shape["encoder_len"],
-        decoder_len=shape["decoder_len"],
-        recompute=shape["recompute"],
-        piece=piece,
-    )
+def _view_micro_batch(m: MicroBatch | ShapeFile, piece: Piece | None, real_tokens: int | None = None) -> MicroBatchView:
+    return MicroBatchView(len(m.samples), m.rows, m.encoder_len, m.decoder_len, m.recompute, real_tokens, piece)
+
+
+def list_orders(plan: PlanFile) -> list[tuple[PipelineSchedule, dict[int, Piece]]]:
+    """Return each replica's schedule, checked to run, with the pieces of cut samples in its micro-batches by position.
+
+    Raises PlanError naming the replica and what is at fault.
+    """
+    orders = []
+    for dp_rank, file in enumerate(plan.replicas):
+        micro_batches = [_take_piece(shape) for shape in file.micro_batches]
+        try:
+            schedule = schedule_of_file(file, forward_only=plan.forward_only)
+            validate(schedule, len(micro_batches), sample_pieces(micro_batches))
+        except PlanError as error:
+            raise PlanError(f"replica {dp_rank}: {error}") from error
+        orders.append((schedule, pieces_by_position(micro_batches)))
+    return orders
+
+
+def _take_piece(shape: ShapeFile) -> MicroBatch:
+    """Return a micro-batch of nothing but the piece that the file says it has, if any."""
+    if not shape.piece or not shape.samples:
+        return MicroBatch(())
+    start, end = shape.piece
+    piece = SampleLength(shape.samples[0], end - start, start=start)
+    return MicroBatch((piece,), cast(Layout, shape.layout), attention="carried")
+
+
+def schedule_of_file(replica: ReplicaFile, *, forward_only: bool) -> PipelineSchedule:
+    """Return a replica's actions as a schedule, which may not run. Raises PlanError for text that is not an action."""
+    ranks = tuple(tuple(map(Action.parse, texts)) for texts in replica.ranks)
+    return PipelineSchedule(replica.name, ranks, replica.placement, forward_only=forward_only)
 
 
 def _layout(layouts: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """A schedule for people: its simulated timeline on a terminal or as a page, with its figures.
 
-name ─► published_schedule or schedule_for ─┐
-.csv .txt .json ─► read_schedule ───────────┴► view_of(schedule, costs) ─► rendered, write_html
+published_schedule, optimize, … ─┐
+.csv .txt .json ─► read_schedule ┴► view_of(schedule, costs) ─► rendered, write_html
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import peak_bytes, simulate, simulate_ns, validate
-from dynapipe_ext.schedules.notation import PLAN_FORMAT, from_csv, parse_lines, picture, pieces_in_json, read_plan_json
-from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
-from dynapipe_ext.schedules.search.optimizer import optimize
+from dynapipe_ext.schedules.notation import from_csv, parse_lines, picture
 from dynapipe_ext.timeline import Trace
+from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.console import counted, percent
-from dynapipe_ext.tools.files import read_json
+from dynapipe_ext.tools.show.plan import list_orders
 from dynapipe_ext.tools.show.timeline import write_trace_html
 
 FILE_KINDS = (".csv", ".txt", ".json")
@@ -74,21 +73,21 @@ class ScheduleView:
         return f"{self.schedule.name}: {on}, {counted(self.schedule.num_micro_batches, 'micro-batch')}"
 
 
-def read_schedule(path: str | Path, *, replica: int | None = None) -> PipelineSchedule:
-    """The schedule in a file, proven to run: torch's CSV, lines of actions (.txt), or one replica of a plan (.json).
+def read_schedule(path: str | Path, *, replica: int | None = None) -> tuple[PipelineSchedule, dict[int, Piece]]:
+    """Return the schedule in a file, checked to run: torch's CSV, lines of actions (.txt), or a plan's replica (.json).
 
-    Errors: DataError for a file that cannot be read, PlanError naming a mistake in it, ConfigError for a replica that
-    it does not have.
+    With it come the pieces of cut samples in its micro-batches, which only a plan has. Raises DataError for a file that
+    cannot be read, PlanError naming a mistake in it, ConfigError for a replica that it does not have.
     """
     source = Path(path)
     if source.suffix == ".json":
-        schedules = read_plan_json(read_json(source, PLAN_FORMAT, "a plan"))[2]
+        orders = list_orders(read_plan_file(source))
         chosen = 0 if replica is None else replica
-        if not 0 <= chosen < len(schedules):
-            raise ConfigError(f"--replica is {chosen} but {path} has replicas 0..{len(schedules) - 1}: choose of these")
-        if not any(schedules[chosen].ranks):
+        if not 0 <= chosen < len(orders):
+            raise ConfigError(f"--replica is {chosen} but {path} has replicas 0..{len(orders) - 1}: choose of these")
+        if not any(orders[chosen][0].ranks):
             raise PlanError(f"replica {chosen} of {path} has nothing to do in this step: choose another with --replica")
-        return schedules[chosen]
+        return orders[chosen]
     if replica is not None:
         raise ConfigError(f"--replica picks a replica of a plan's .json: {path} holds one schedule")
     try:
@@ -105,14 +104,7 @@ def read_schedule(path: str | Path, *, replica: int | None = None) -> PipelineSc
         validate(schedule, schedule.num_micro_batches)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
-    return schedule
-
-
-def read_pieces(path: str | Path, *, replica: int | None = None) -> dict[int, Piece]:
-    """The pieces of cut samples in the micro-batches of a file's schedule; only a plan's .json has any."""
-    if Path(path).suffix != ".json":
-        return {}
-    return pieces_in_json(read_plan_json(read_json(path, PLAN_FORMAT, "a plan"))[1][replica or 0])
+    return schedule, {}
 
 
 def uneven_factors(num_micro_batches: int, *, cv: float, seed: int) -> npt.NDArray[np.float64]:
@@ -161,25 +153,6 @@ def rank_costs(
         transfer_bytes=none[1:],
         static_bytes=none[:, 0],
     )
-
-
-def schedule_for(
-    name: str,
-    costs: MicroBatchCosts,
-    stage_ranks: Sequence[int],
-    *,
-    memory_limit_bytes: int,
-    effort: int,
-    split: bool = False,
-) -> PipelineSchedule:
-    """The schedule of a name in FOR_COSTS: DynaPipe's cyclic one, or that of this package's search with `effort` moves.
-    `split` runs backwards as I and W.
-
-    Errors: PlanError for a micro-batch that does not fit alone; ConfigError for a negative effort.
-    """
-    if name == "cyclic":
-        return clustered_cyclic(costs, memory_limit_bytes=memory_limit_bytes)
-    return optimize(costs, memory_limit_bytes=memory_limit_bytes, split=split, effort=effort, stage_ranks=stage_ranks)
 
 
 def view_of(
