@@ -13,21 +13,18 @@ from typing import Any, ClassVar, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute, counted_positions, with_sliced_head
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute, with_sliced_head
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.floor import Floor, GrowingTimes
-from dynapipe_ext.costs.grid import flat_shapes
 from dynapipe_ext.costs.model import (
     CostModel,
     IntArray,
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
-    evaluate_each,
     fingerprint,
     growing_times,
-    kinds_of_layers,
-    refuse_carried,
 )
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.reproducible import FloatArray, product
@@ -89,7 +86,7 @@ class FrozenWeights:
     def adjusted(self, before: CostsBefore, work: AdjustedWork, kind: Recompute | None) -> MicroBatchCosts:
         costs = before(kind)
         kinds = work.kinds(kind)
-        is_stored = kinds_of_layers(kinds)[0] == "none"
+        is_stored = split_kinds(kinds)[0] == "none"
         # The work for weight gradients; under full recomputation I does it and W is nothing, so W without says it.
         plain = costs if (kinds == "none").all() else before("none")
         weight_ns = np.where(plain.infeasible, costs.weight_ns, np.minimum(plain.weight_ns, costs.backward_ns))
@@ -334,7 +331,7 @@ OneKind = TypeVar("OneKind", FrozenWeights, FittedTimes)
 
 
 @dataclass(frozen=True, slots=True)
-class AdjustedCosts:
+class AdjustedCosts(CostModel):
     """The costs of `prices` after `adjustments`, one of each kind at most, in the order of `Adjustment`.
 
     `adjusted` makes them. Fitted times and trained shares are those of the stages that they were made for.
@@ -361,44 +358,17 @@ class AdjustedCosts:
             facts = one.facts(facts)
         return facts
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        """Errors: PlanError for what `prices` cannot price, or an adjustment does not allow."""
-        if self.facts.forwards_alone:
-            refuse_carried(micro_batches, "forwards alone")
+    def explain_refusal(self, micro_batch: MicroBatch) -> str:
+        return self.prices.explain_refusal(micro_batch)
+
+    def price(self, features: Features) -> MicroBatchCosts:
+        """Raises PlanError for what an adjustment does not allow."""
 
         def before(kind: Recompute | None) -> MicroBatchCosts:
-            if kind is None:
-                return self.prices.evaluate(micro_batches)
-            recomputed = [replace(m, recompute=kind) for m in micro_batches]
-            try:
-                return self.prices.evaluate(recomputed)
-            except PlanError:  # a measured table may end earlier for it
-                return evaluate_each(self.prices, recomputed)
+            return self.prices.price(features if kind is None else features.with_recompute(kind))
 
-        tokens, squares = counted_positions(micro_batches)
-        recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        return self._adjusted(before, self._work(tokens, squares, recompute))
-
-    def evaluate_shapes(
-        self,
-        rows: npt.ArrayLike,
-        encoder_len: npt.ArrayLike,
-        decoder_len: npt.ArrayLike = 0,
-        recompute: Recompute = "none",
-    ) -> MicroBatchCosts:
-        """Costs of padded shapes given as arrays, as `prices` has them."""
-        r, e, d = flat_shapes(rows, encoder_len, decoder_len)
-
-        def before(kind: Recompute | None) -> MicroBatchCosts:
-            return self.prices.evaluate_shapes(r, e, d, kind or recompute)
-
-        return self._adjusted(before, self._work(r * (e + d), r * (e * e + d * d), np.full(r.shape, recompute)))
-
-    def _work(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> AdjustedWork:
         width = self.prices.facts.width
-        return AdjustedWork(-(-tokens // width), -(-squares // width), recompute)
-
-    def _adjusted(self, before: CostsBefore, work: AdjustedWork) -> MicroBatchCosts:
+        work = AdjustedWork(-(-features.tokens // width), -(-features.squares // width), features.recompute)
         for one in self.adjustments:
             before = partial(one.adjusted, before, work)
         return before(None)

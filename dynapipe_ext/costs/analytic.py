@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, carried_start, counted_positions
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, carried_start
 from dynapipe_ext.batch.topology import (
     DTYPE_OF_WIDTH,
     ActivationFormat,
@@ -23,27 +23,25 @@ from dynapipe_ext.batch.topology import (
     stage_layers_of,
 )
 from dynapipe_ext.costs.blocks import BlockAttention
+from dynapipe_ext.costs.features import Features, PiecePositions, split_kinds
 from dynapipe_ext.costs.floor import GrowingTimes
-from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray
 from dynapipe_ext.costs.layers import HEAD_MESSAGE_BYTES, LayerPart, parts_of_stages
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
     UNCOUNTED_TAX,
+    CostModel,
     IntArray,
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
     SlicedHead,
     check_tax,
-    fingerprint,
     growing_times,
-    kinds_of_layers,
-    refuse_carried,
     scaled_bytes,
     topology_from_json,
     topology_to_json,
 )
-from dynapipe_ext.costs.pieces import CarriedPositions
 from dynapipe_ext.costs.states import (
     ADAM_MOMENTS,
     StateBytes,
@@ -53,7 +51,7 @@ from dynapipe_ext.costs.states import (
     checked_topology,
     count_states,
 )
-from dynapipe_ext.errors import ConfigError, PlanError, check_integer, settle_field_types, short
+from dynapipe_ext.errors import ConfigError, check_integer, settle_field_types, short
 from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
 
 _MOST_FACTOR = 1_000_000
@@ -87,7 +85,7 @@ class MeasuredAdapters:
 
 
 @dataclass(frozen=True, slots=True)
-class AnalyticCosts:
+class AnalyticCosts(CostModel):
     """Nanoseconds and bytes of micro-batches on every stage of a Megatron GPT.
 
     Time of an action = `overhead_ns` + layers x `layer_overhead_ns` + FLOPs / `flops_per_s` (the rate the device
@@ -268,45 +266,52 @@ class AnalyticCosts:
         """For bounds over all plans."""
         return growing_times(least or self, split=split, rounds_up=self.capacity_factor > 0)
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        for m in micro_batches:
-            if m.decoder_len:
-                raise PlanError(
-                    f"a micro-batch has decoder length {m.decoder_len}, but the analytic model prices decoder-only"
-                    " models (their length is encoder): measure a cost table for encoder-decoder models"
-                )
-            if self.architecture.position != "learned":
-                continue
-            whole = m.layout == "padded" or m.attention == "row"
-            longest = m.encoder_len if whole else carried_start(m) + max(m.documents)
-            if not self._has_positions(longest):
-                raise PlanError(
-                    f"a {m.layout} micro-batch has rows of {longest} positions but the model has"
-                    f" {self.architecture.max_seq_len} learned position embeddings: raise max_seq_len or truncate"
-                    " samples"
-                )
-        tokens, squares = counted_positions(micro_batches)
-        costs = self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
-        return (
-            self._with_carried(costs, micro_batches) if any(m.attention == "carried" for m in micro_batches) else costs
-        )
+    def explain_refusal(self, micro_batch: MicroBatch) -> str:
+        m, a = micro_batch, self.architecture
+        if m.decoder_len:
+            return (
+                f"a micro-batch has decoder length {m.decoder_len}, but the analytic model prices decoder-only models"
+                " (their length is encoder): measure a cost table for encoder-decoder models"
+            )
+        if a.position == "learned" and (longest := _longest(m)) > a.max_seq_len:
+            return (
+                f"a {m.layout} micro-batch has rows of {longest} positions but the model has {a.max_seq_len} learned"
+                " position embeddings: raise max_seq_len or truncate samples"
+            )
+        return ""
 
-    def _with_carried(self, costs: MicroBatchCosts, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+    def price(self, features: Features) -> MicroBatchCosts:
+        costs = self._price(features.tokens, features.squares, features.recompute)
+        if features.pieces is not None:
+            costs = self._with_pieces(costs, features.pieces, split_kinds(features.recompute)[0])
+        return costs.refusing(self._refused(features))
+
+    def _refused(self, features: Features) -> BoolArray:
+        """Which micro-batches have a decoder side, or more positions than the model has embeddings of."""
+        refused: BoolArray = features.positions[1] > 0
+        if self.architecture.position != "learned":
+            return refused
+        if features.padded_shapes is not None:
+            longest = features.padded_shapes[1]
+        else:
+            longest = np.fromiter(map(_longest, features.micro_batches), np.int64)
+        refused |= longest > self.architecture.max_seq_len
+        return refused
+
+    def _with_pieces(
+        self, costs: MicroBatchCosts, positions: PiecePositions, recompute: npt.NDArray[np.str_]
+    ) -> MicroBatchCosts:
         """With what the pieces of a sample, all among these micro-batches, keep for one another in every layer.
 
         Its keys and values lie in a buffer from the first piece's F to its B, which is the last, and so do the sums in
         fp32 of the gradients that pieces give to the positions before them. A layer then keeps no others, and has
         gradients of all positions so far while it runs.
         """
-        if not self.facts.prices_pieces:
-            refuse_carried(micro_batches, "counted costs with windows, or with experts of a capacity,")
         a, values, layers = self.architecture, self.activation_bytes_per_value, self._attentions()
         a_position = 2 * a.kv_size_on(self.topology.tp)  # values a layer
         kept_values = a_position if self.topology.width == 1 else self._block.kept_values
-        positions = CarriedPositions.of(micro_batches)
         own = positions.own // self.topology.width
         copied = 0 if self.topology.width == 1 else np.floor(self._block.copied_values * positions.own).astype(np.int64)
-        recompute = np.array([m.layer_recompute for m in micro_batches], dtype=np.str_)
         keeps_own = (recompute == "none") | (recompute == "selective")
         in_buffers = values * (a_position * own + copied)
         stored = kept_values * positions.kept_bytes(values) - keeps_own * in_buffers
@@ -344,19 +349,6 @@ class AnalyticCosts:
             working_bytes=costs.working_bytes + (layers > 0) * (~keeps * copied + gathered),
         )
 
-    def evaluate_shapes(
-        self,
-        rows: npt.ArrayLike,
-        encoder_len: npt.ArrayLike,
-        decoder_len: npt.ArrayLike = 0,
-        recompute: Recompute = "none",
-    ) -> MicroBatchCosts:
-        """Costs of padded shapes given as arrays; times and bytes of a shape the model cannot run are INFEASIBLE."""
-        r, e, d = np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))
-        costs = self._price(r * e, r * e * e, np.full(r.shape, recompute))
-        bad = (d > 0) | ((e > self.architecture.max_seq_len) & (self.architecture.position == "learned"))
-        return costs.refusing(bad)
-
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the final norm, the head and its logits on every stage, shape (S, M)."""
         layers = (self._measured_adapters or self).layer_bytes_factor
@@ -364,12 +356,9 @@ class AnalyticCosts:
         head: IntArray = self.evaluate(micro_batches).stored_bytes - without.evaluate(micro_batches).stored_bytes
         return head
 
-    def _has_positions(self, length: int) -> bool:
-        return self.architecture.position != "learned" or length <= self.architecture.max_seq_len
-
     def _price(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
         a, tp = self.architecture, self.topology.tp
-        recompute, is_sliced = kinds_of_layers(recompute)
+        recompute, is_sliced = split_kinds(recompute)
         full, selective = recompute == "full", recompute == "selective"
         width, whole_tokens, whole_squares = self.topology.width, tokens, squares
         tokens, squares = -(-tokens // width), -(-squares // width)  # of one rank
@@ -575,5 +564,8 @@ class AnalyticCosts:
         except (KeyError, TypeError) as error:
             raise ConfigError(f"analytic costs cannot be read: {type(error).__name__} {error}") from error
 
-    def fingerprint(self) -> str:
-        return fingerprint(self.to_json())
+
+def _longest(m: MicroBatch) -> int:
+    """Return the positions that the longest row, or document of a packed row, needs embeddings for."""
+    whole = m.layout == "padded" or m.attention == "row"
+    return m.encoder_len if whole else carried_start(m) + max(m.documents)

@@ -11,29 +11,26 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.analytic import check_bytes_factors, check_rates
-from dynapipe_ext.costs.floor import Floor
-from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
+from dynapipe_ext.costs.features import Features, split_kinds
+from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.layers import first_decoder_stage, stage_layers
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
     UNCOUNTED_TAX,
+    CostModel,
     IntArray,
     MicroBatchCosts,
     ModelFacts,
-    PricesShapes,
     SlicedHead,
     check_tax,
     fingerprint,
-    kinds_of_layers,
-    refuse_carried,
     scaled_bytes,
     topology_from_json,
     topology_to_json,
-    within_layers,
 )
 from dynapipe_ext.costs.states import StateRecipe, count_states
 from dynapipe_ext.errors import ConfigError, check_integer, settle_field_types
@@ -41,11 +38,10 @@ from dynapipe_ext.models.architecture import Architecture
 
 # Left out of descriptions, where they are as before costs knew them.
 _USUAL = (("exact_sums", False), ("head_slice", 0), ("width_tax", UNCOUNTED_TAX))
-_SIDES = 5  # tokens of encoder and decoder; positions^2 of encoder, decoder, and across
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderDecoderCosts:
+class EncoderDecoderCosts(CostModel):
     """Nanoseconds and bytes of micro-batches on every stage of a Megatron T5; encoder layers first, then decoder ones.
 
     A layer's matrix products take 2 FLOPs a weight and token: q, k, v, output and MLP; a decoder layer's
@@ -96,20 +92,8 @@ class EncoderDecoderCosts:
         """(encoder, decoder) layers of every stage, shape (S, 2)."""
         return np.array(stage_layers(self.architecture, self.topology), np.int64)
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        refuse_carried(micro_batches, "encoder-decoders")
-        sizes = np.array([_sizes(m) for m in micro_batches], np.int64).reshape(-1, _SIDES).T
-        return self._price(sizes, np.array([m.recompute for m in micro_batches], dtype=np.str_))
-
-    def evaluate_shapes(
-        self,
-        rows: npt.ArrayLike,
-        encoder_len: npt.ArrayLike,
-        decoder_len: npt.ArrayLike = 0,
-        recompute: Recompute = "none",
-    ) -> MicroBatchCosts:
-        r, e, d = flat_shapes(rows, encoder_len, decoder_len)
-        return self._price(np.stack([r * e, r * d, r * e * e, r * d * d, r * e * d]), np.full(r.shape, recompute))
+    def price(self, features: Features) -> MicroBatchCosts:
+        return self._price(features.positions, features.recompute)
 
     def _price(self, sizes: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
         a, tp, values = self.architecture, self.topology.tp, self.activation_bytes_per_value
@@ -117,7 +101,7 @@ class EncoderDecoderCosts:
         whole_enc, whole_dec, *scores = sizes
         width = self.topology.width
         enc, dec, enc2, dec2, cross2 = -(-sizes // width)  # of one rank
-        recompute, is_sliced = kinds_of_layers(recompute)
+        recompute, is_sliced = split_kinds(recompute)
         is_sliced = self.sliced_head.of(is_sliced, dec)
         full, selective = recompute == "full", recompute == "selective"
         layers = self.stage_layers
@@ -182,7 +166,7 @@ class EncoderDecoderCosts:
 
     def in_slices(self, recompute: npt.NDArray[np.str_], dec: IntArray) -> npt.NDArray[np.bool_]:
         """Which micro-batches of so many decoder positions have their head in slices."""
-        return self.sliced_head.of(kinds_of_layers(recompute)[1], dec)
+        return self.sliced_head.of(split_kinds(recompute)[1], dec)
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, shape (M,)."""
@@ -245,22 +229,8 @@ def priced_widths(architecture: Architecture, topology: Topology) -> tuple[int, 
     return tuple(1 << power for power in range((heads & -heads).bit_length()))
 
 
-def _sizes(m: MicroBatch) -> tuple[int, int, int, int, int]:
-    e, d = m.encoder_len, m.decoder_len
-    if m.layout == "padded" or m.attention == "row":
-        return m.rows * e, m.rows * d, m.rows * e * e, m.rows * d * d, m.rows * e * d
-    pad_e, pad_d = e - sum(s.encoder for s in m.samples), d - sum(s.decoder for s in m.samples)
-    return (
-        e,
-        d,
-        sum(s.encoder**2 for s in m.samples) + pad_e**2,
-        sum(s.decoder**2 for s in m.samples) + pad_d**2,
-        sum(s.encoder * s.decoder for s in m.samples) + pad_e * pad_d,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderDecoderRunCosts:
+class EncoderDecoderRunCosts(CostModel):
     """`EncoderDecoderCosts` as a run plans with them; its vocabulary is the padded one.
 
     `layer_bytes_factor` and `head_bytes_factor` multiply the stored bytes of layers and of the head, as measured. With
@@ -356,30 +326,13 @@ class EncoderDecoderRunCosts:
     def with_exact_sums(self, value_bytes: int) -> EncoderDecoderRunCosts:
         return replace(self, exact_sums=True)
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
-        """None: attention across the sides is no sum over tokens and squared lengths."""
-        return None
-
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        counted = self._counted
-        enc = np.array([m.rows * m.encoder_len for m in micro_batches], np.int64)
-        dec = np.array([m.rows * m.decoder_len for m in micro_batches], np.int64)
-        recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        return self._in_run(counted.evaluate(within_layers(micro_batches)), enc, dec, recompute)
-
-    def evaluate_shapes(
-        self,
-        rows: npt.ArrayLike,
-        encoder_len: npt.ArrayLike,
-        decoder_len: npt.ArrayLike = 0,
-        recompute: Recompute = "none",
-    ) -> MicroBatchCosts:
-        """Costs of padded shapes given as arrays; a shape without a decoder side is INFEASIBLE."""
-        r, e, d = flat_shapes(rows, encoder_len, decoder_len)
-        within: Recompute = {"stage": "none", "head+stage": "head"}.get(recompute, recompute)  # type: ignore[assignment]
-        counted = self._counted.evaluate_shapes(r, e, d, within)
-        costs = self._in_run(counted, r * e, r * d, np.full(r.shape, recompute))
-        return costs.refusing(d == 0)
+    def price(self, features: Features) -> MicroBatchCosts:
+        """Price micro-batches; a shape without a decoder side is INFEASIBLE."""
+        (enc, dec, *_), recompute = features.positions, features.recompute
+        layers, is_sliced = split_kinds(recompute)
+        within = np.where(is_sliced & (layers == "stage"), "head", np.where(layers == "stage", "none", recompute))
+        costs = self._in_run(self._counted._price(features.positions, within), enc, dec, recompute)
+        return costs if features.padded_shapes is None else costs.refusing(dec == 0)
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, shape (M,)."""
@@ -397,7 +350,7 @@ class EncoderDecoderRunCosts:
         enc, dec = -(-enc // self.topology.width), -(-dec // self.topology.width)  # of one rank
         is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
         head = is_last * self._counted.head_bytes_of(dec, self._counted.in_slices(recompute, dec))
-        recompute, _ = kinds_of_layers(recompute)
+        recompute, _ = split_kinds(recompute)
         layers = costs.stored_bytes - head
         num_enc, num_dec = self.stage_layers[:, :1], self.stage_layers[:, 1:]
         values, h, tp = self.activation_bytes_per_value, self.architecture.hidden_size, self.topology.tp
@@ -422,6 +375,3 @@ class EncoderDecoderRunCosts:
             return cls(architecture=architecture, topology=topology_from_json(fields.pop("topology")), **fields)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"encoder-decoder costs cannot be read: {type(error).__name__} {error}") from error
-
-    def fingerprint(self) -> str:
-        return fingerprint(self.to_json())

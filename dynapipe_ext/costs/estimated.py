@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,20 +15,18 @@ from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
-from dynapipe_ext.costs.floor import Floor
+from dynapipe_ext.costs.features import PiecePositions, split_kinds
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
+    CostModel,
     IntArray,
     MicroBatchCosts,
     ModelFacts,
-    PricesShapes,
     bytes_keeping_inputs,
     fingerprint,
-    kinds_of_layers,
     refuse_carried,
 )
-from dynapipe_ext.costs.pieces import CarriedPositions
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, States, count_states
 from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.errors import ConfigError
@@ -66,7 +64,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EstimatedCosts:
+class EstimatedCosts(CostModel):
     """A `CostModel` of any family: what `base` counts, plus what happens between ranks.
 
     Tensor parallel ranks sum two activations a layer in each direction (a decoder layer of T5 three; Megatron-LM,
@@ -116,10 +114,6 @@ class EstimatedCosts:
             slices_head=self.base.head_slice > 0,
         )
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
-        """None: collectives that overlap with work make times that do not grow with tokens."""
-        return None
-
     def over(self, topology: Topology | None) -> tuple[EstimatedCosts, Topology]:
         """Of its own topology alone. Errors: ConfigError for another one."""
         if topology not in (None, self.topology):
@@ -133,15 +127,6 @@ class EstimatedCosts:
         if width > 1:
             raise ConfigError(f"an estimate of cp {self.strategy.cp} has no width {width}: estimate cp {width}")
         return self
-
-    def recounted(self, change: Callable[[Any], Any]) -> EstimatedCosts:
-        return self
-
-    def with_exact_sums(self, value_bytes: int) -> EstimatedCosts:
-        return self
-
-    def to_json(self) -> None:
-        """Estimates stay within their process."""
 
     @property
     def layers_per_stage(self) -> IntArray:
@@ -164,7 +149,7 @@ class EstimatedCosts:
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
         carried = None
         if self.plain is not None and any(m.attention == "carried" for m in micro_batches):
-            carried = CarriedPositions.of(micro_batches)
+            carried = PiecePositions.of(micro_batches)
         return self._with_cluster(self.base.evaluate(micro_batches), rows, enc, dec, recompute, carried)
 
     def evaluate_shapes(
@@ -186,9 +171,9 @@ class EstimatedCosts:
         enc: IntArray,
         dec: IntArray,
         recompute: npt.NDArray[np.str_],
-        carried: CarriedPositions | None = None,
+        carried: PiecePositions | None = None,
     ) -> MicroBatchCosts:
-        recompute, is_sliced = kinds_of_layers(recompute)
+        recompute, is_sliced = split_kinds(recompute)
         again = (recompute == "full") | (recompute == "stage")
         tokens = -(-rows * enc // self.strategy.cp)
         forward_ns, backward_ns = self._collectives_ns(tokens, rows * dec, again)
@@ -233,7 +218,7 @@ class EstimatedCosts:
             return head
         kept_positions = (0 if m.layer_recompute == "stage" else m.padded_tokens for m in micro_batches)
         positions = np.fromiter(kept_positions, np.int64)
-        _, is_sliced = kinds_of_layers(np.array([m.recompute for m in micro_batches], np.str_))
+        _, is_sliced = split_kinds(np.array([m.recompute for m in micro_batches], np.str_))
         head[-1] = self._plain_head_bytes(self.plain, positions, self.base.sliced_head.of(is_sliced, positions))
         return head
 

@@ -8,28 +8,23 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import (
-    ALL_RECOMPUTES,
-    RECOMPUTES,
-    MicroBatch,
-    Recompute,
-    SampleLength,
-    recompute_of_layers,
-    without_stage,
-)
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, without_stage
 from dynapipe_ext.batch.topology import ActivationFormat, Offload, ReplicaCollectives, Topology
+from dynapipe_ext.costs.features import Features
 from dynapipe_ext.costs.floor import ROUNDING_NS, Floor, GrowingTimes, PaddedTimes
-from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
+from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray
 from dynapipe_ext.errors import ConfigError, PlanError, short
 
 IntArray = npt.NDArray[np.int64]
 
-UNCOUNTED_TAX = 0.1  # of computing, where no links are known: see AnalyticCosts
+UNCOUNTED_TAX = 0.1  # of computing, if no links are known: see AnalyticCosts
+_REFUSED = ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes")
+_TABLES = (*_REFUSED, "transfer_ns", "transfer_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +36,7 @@ class MicroBatchCosts:
     `stored_bytes` (held from F to B, or to W if split), `working_bytes` (the extra while one layer runs).
     Shape (S - 1, M): `transfer_ns` and `transfer_bytes` over the boundary between stages s and s + 1, either direction.
     Shape (S,): `static_bytes` (weights, gradients, optimizer states). `working_in`: the actions that need the working
-    bytes, "FBI", or "F" where the measurement knows forwards alone.
+    bytes, "FBI", or "F" if only forwards were measured.
     """
 
     forward_ns: IntArray
@@ -68,51 +63,40 @@ class MicroBatchCosts:
         return self.backward_ns - self.weight_ns
 
     def chain_ns(self, *, split: bool) -> npt.NDArray[np.float64]:
-        """F down, then B, or I, back up to stage 0, where W has to follow: (M,)."""
+        """Return the time of F down, then of B, or I, back up to stage 0, where W has to follow: (M,)."""
         forward = self.forward_ns.sum(axis=0).astype(np.float64)
         if not split:
             return np.asarray(forward + self.backward_ns.sum(axis=0))
         return np.asarray(forward + self.input_ns.sum(axis=0) + self.weight_ns[0])
 
     @property
-    def infeasible(self) -> npt.NDArray[np.bool_]:
+    def infeasible(self) -> BoolArray:
         """Which micro-batches cannot run, shape (M,)."""
         return np.asarray((self.forward_ns >= INFEASIBLE).any(axis=0))
 
-    def refusing(self, refused: npt.NDArray[np.bool_]) -> MicroBatchCosts:
-        """The same where the times and bytes of the micro-batches `refused`, shape (M,), are INFEASIBLE."""
+    def refusing(self, refused: BoolArray) -> MicroBatchCosts:
+        """Return the costs with times and bytes of the micro-batches `refused`, shape (M,), INFEASIBLE."""
         if not refused.any():
             return self
         tables: dict[str, Any] = {name: np.where(refused, INFEASIBLE, getattr(self, name)) for name in _REFUSED}
         return replace(self, **tables)
 
     def digest(self) -> tuple[object, ...]:
-        """Equal for equal costs."""
+        """Return a value that is equal for equal costs."""
         values = (getattr(self, field.name) for field in fields(self))
         return tuple((v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for v in values)
 
+    def _with_tables(self, change: Callable[[str], IntArray]) -> MicroBatchCosts:
+        tables = {name: change(name) for name in _TABLES}
+        return MicroBatchCosts(**tables, static_bytes=self.static_bytes, working_in=self.working_in)
+
     def take(self, micro_batches: Sequence[int] | IntArray) -> MicroBatchCosts:
-        """The columns of some micro-batches, in the order given."""
+        """Return the columns of some micro-batches, in the order given."""
         order = np.asarray(micro_batches, dtype=np.int64)
-        return MicroBatchCosts(
-            forward_ns=np.take(self.forward_ns, order, axis=1),
-            backward_ns=np.take(self.backward_ns, order, axis=1),
-            weight_ns=np.take(self.weight_ns, order, axis=1),
-            stored_bytes=np.take(self.stored_bytes, order, axis=1),
-            working_bytes=np.take(self.working_bytes, order, axis=1),
-            transfer_ns=np.take(self.transfer_ns, order, axis=1),
-            transfer_bytes=np.take(self.transfer_bytes, order, axis=1),
-            static_bytes=self.static_bytes,
-            working_in=self.working_in,
-        )
+        return self._with_tables(lambda name: np.take(getattr(self, name), order, axis=1))
 
-    def holding(self, factor: npt.NDArray[np.float64]) -> MicroBatchCosts:
-        """The same with stored and working bytes times `factor`, shape (M,), rounded up."""
-        stored, working = (np.ceil(factor * b).astype(np.int64) for b in (self.stored_bytes, self.working_bytes))
-        return replace(self, stored_bytes=stored, working_bytes=working)
-
-    def keeping_inputs(self, chosen: npt.NDArray[np.bool_]) -> MicroBatchCosts:
-        """The same where the micro-batches `chosen`, shape (M,), are recomputed stage by stage.
+    def keeping_inputs(self, chosen: BoolArray) -> MicroBatchCosts:
+        """Return the costs with the micro-batches `chosen`, shape (M,), recomputed stage by stage.
 
         A stage stores the message that it received, the first one nothing. B runs F again before it does all of W's
         work, and needs meanwhile what F stores otherwise.
@@ -129,7 +113,7 @@ class MicroBatchCosts:
         )
 
     def forwards(self) -> MicroBatchCosts:
-        """The costs of forwards alone: no backward follows, and what F stores it needs while it runs."""
+        """Return forward-only costs: no backward follows, and what F stores it needs while it runs."""
         zeros = np.zeros_like(self.forward_ns)
         return replace(
             self,
@@ -142,24 +126,23 @@ class MicroBatchCosts:
 
     @classmethod
     def choose(cls, kinds: Sequence[MicroBatchCosts], kind: IntArray, columns: IntArray) -> MicroBatchCosts:
-        """Column `columns[m]` of `kinds[kind[m]]` for every m; all kinds have the stages of the first."""
-        first = kinds[0]
-        tables = {name: np.empty((len(getattr(first, name)), len(columns)), np.int64) for name in _TABLES}
-        for index, costs in enumerate(kinds):
-            if len(columns_of_kind := np.flatnonzero(kind == index)):
-                for name, table in tables.items():
-                    table[:, columns_of_kind] = getattr(costs, name)[:, columns[columns_of_kind]]
-        return cls(**tables, static_bytes=first.static_bytes, working_in=first.working_in)
+        """Return column `columns[m]` of `kinds[kind[m]]` for every m; all kinds have the stages of the first."""
+        first, chosen = kinds[0], [np.flatnonzero(kind == index) for index in range(len(kinds))]
+
+        def from_kinds(name: str) -> IntArray:
+            table = np.empty((len(getattr(first, name)), len(columns)), np.int64)
+            for costs, own in zip(kinds, chosen, strict=True):
+                if len(own):
+                    table[:, own] = getattr(costs, name)[:, columns[own]]
+            return table
+
+        return first._with_tables(from_kinds)
 
     @classmethod
     def join(cls, parts: Sequence[MicroBatchCosts], *, like: MicroBatchCosts) -> MicroBatchCosts:
-        """The columns of several costs side by side; of none of them, no columns, with the stages of `like`."""
-        tables = [
-            np.concatenate([getattr(like, name)[:, :0], *(getattr(part, name) for part in parts)], axis=1)
-            for name in _TABLES
-        ]
-        return cls(
-            **dict(zip(_TABLES, tables, strict=True)), static_bytes=like.static_bytes, working_in=like.working_in
+        """Return the columns of several costs next to each other; without any, no columns and the stages of `like`."""
+        return like._with_tables(
+            lambda name: np.concatenate([getattr(like, name)[:, :0], *(getattr(part, name) for part in parts)], axis=1)
         )
 
 
@@ -221,16 +204,6 @@ def within_layers(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     ]
 
 
-def kinds_of_layers(recompute: npt.NDArray[np.str_]) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.bool_]]:
-    """What kinds mean beside the head, and which of them have the head in slices; both of shape (M,)."""
-    if recompute.dtype.itemsize // 4 < len("head") or not (sliced := np.char.startswith(recompute, "head")).any():
-        return recompute, np.zeros(recompute.shape, bool)
-    layers = recompute
-    for kind in ALL_RECOMPUTES[len(RECOMPUTES) :]:
-        layers = np.where(recompute == kind, recompute_of_layers(kind), layers)
-    return layers, sliced
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedHead:
     """What a last stage's head in slices of `slice_len` positions takes in the place of a whole one's; a model of `tp`
@@ -270,10 +243,6 @@ class SlicedHead:
         values = (4 + width) * self.columns * (np.minimum(positions, self.slice_len) + self.hidden_size)
         whole: IntArray = values + (2 if self.divided else 1) * width * self.hidden_size * positions
         return whole
-
-
-_REFUSED = ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes")
-_TABLES = (*_REFUSED, "transfer_ns", "transfer_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,61 +310,111 @@ class PricesShapes(Protocol):
     ) -> MicroBatchCosts: ...
 
 
-@runtime_checkable
-class CostModel(PricesMicroBatches, PricesShapes, Protocol):
-    """Seconds and bytes of micro-batches on every stage of one topology, and all that is asked of a cost model."""
+class CostModel:
+    """Seconds and bytes of micro-batches on every stage of one topology. What a model does not override holds for
+    prices of stages as they are, of which nothing else is known.
 
-    @property
-    def facts(self) -> ModelFacts: ...
+    A model implements `price` and `num_stages`, and `to_json` if other processes are to read it.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def num_stages(self) -> int: ...
+
+        @property
+        def facts(self) -> ModelFacts: ...
+    else:
+        facts = ModelFacts()
+
+    def price(self, features: Features) -> MicroBatchCosts:
+        """Return the costs of micro-batches or shapes; those that the model refuses are INFEASIBLE."""
+        raise NotImplementedError
+
+    def explain_refusal(self, micro_batch: MicroBatch) -> str:
+        """Return why a micro-batch has no price; "" if it has one."""
+        return ""
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        """Price micro-batches, with all pieces of each long sample among them.
+
+        Raises PlanError for one that the model cannot price, naming the shape and the bound.
+        """
+        features = Features.of(micro_batches)
+        if features.pieces is not None and not self.facts.prices_pieces:
+            refuse_carried(micro_batches, f"these {type(self).__name__}")
+        costs = self.price(features)
+        for index in np.flatnonzero(costs.infeasible).tolist():
+            if reason := self.explain_refusal(micro_batches[index]):
+                raise PlanError(reason)
+        return costs
+
+    def evaluate_shapes(
+        self,
+        rows: npt.ArrayLike,
+        encoder_len: npt.ArrayLike,
+        decoder_len: npt.ArrayLike = 0,
+        recompute: Recompute = "none",
+    ) -> MicroBatchCosts:
+        """Price padded shapes given as arrays; a shape that the model cannot price costs INFEASIBLE."""
+        return self.price(Features.of_shapes(rows, encoder_len, decoder_len, recompute))
 
     def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
-        """What no micro-batch goes below, for bounds over all plans; None where no such bound is known.
+        """Return what no micro-batch goes below, for bounds over all plans; None if no such bound is known.
 
         `least` prices shapes in place of the model itself: the least times after adjustments.
         """
-        ...
+        return None
 
     def over(self, topology: Topology | None) -> tuple[CostModel, Topology]:
-        """The costs over another topology, or over their own (None), and that topology with layers on its stages.
+        """Return the costs over a topology (None: their own), and that topology with layers on its stages.
 
-        Errors: ConfigError for a topology that the model cannot price.
+        Raises ConfigError for a topology that the model cannot price.
         """
-        ...
+        return self, topology or Topology(pp=self.num_stages)
 
     def at_width(self, width: int) -> CostModel:
-        """The costs of one rank where a replica is a block of `width` data parallel ranks, each with a slice of every
-        row's positions; `ModelFacts.width` says which these are.
+        """Return the costs of one rank of a context-parallel group of `width` data parallel ranks, each with a slice of
+        every row's positions; `ModelFacts.width` says which these are.
 
         Work on positions, what is kept of them and messages are divided by the width. Overheads and weights are not.
-        Attention exchanges heads and gathers keys and values on top (`costs/blocks.py`). Errors: ConfigError where what
-        it exchanges is not known.
+        Attention exchanges heads and gathers keys and values on top (`costs/blocks.py`). Raises ConfigError if what it
+        exchanges is not known.
         """
-        ...
+        if width > 1:
+            raise no_width(type(self).__name__, width)
+        return self
 
     def recounted(self, change: Callable[[Any], Any]) -> CostModel:
-        """`change` of the costs where they are counted from a description; else the costs as they are."""
-        ...
+        """Return `change` of the costs if they are counted from a description, else the costs as they are."""
+        return self
 
     def with_exact_sums(self, value_bytes: int) -> CostModel:
-        """The costs where ranks also hold deterministic mode's sums of gradients; weights have `value_bytes`.
+        """Return the costs with deterministic mode's sums of gradients on ranks; weights have `value_bytes`.
 
-        The costs as they are where the bytes of states are fixed.
+        The costs as they are, if the bytes of states are fixed.
         """
-        ...
+        return self
 
     def to_json(self) -> dict[str, Any] | None:
-        """What other processes read the costs from; None: they stay within this one."""
-        ...
+        """Return what other processes read the costs from; None if they stay within this one."""
+        return None
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything that changes an answer, equal on all ranks and planners of a job."""
+        return fingerprint(self.to_json() or {})
 
 
 def as_cost_model(costs: PricesMicroBatches) -> CostModel:
-    """A full cost model as it is; one that has the three members alone as `UserCosts`."""
+    """Return a full cost model as it is, and one that only has the three members as `UserCosts`."""
     return costs if isinstance(costs, CostModel) else UserCosts(costs)
 
 
 @dataclass(frozen=True, slots=True)
-class UserCosts:
-    """A cost model of one's own, with all abilities. Its `evaluate_shapes` prices shapes, if it has one. Else they are
+class UserCosts(CostModel):
+    """A user's own cost model, with all abilities. Its `evaluate_shapes` prices shapes, if it has one. Else they are
     priced one by one, as micro-batches of equal samples.
 
     It is priced over any topology with as many stages. There is no bound over all plans.
@@ -409,10 +428,10 @@ class UserCosts:
         return self.prices.num_stages
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        return self._checked("evaluate", self.prices.evaluate(micro_batches), len(micro_batches))
+        return self._check("evaluate", self.prices.evaluate(micro_batches), len(micro_batches))
 
-    def _checked(self, method: str, costs: MicroBatchCosts, count: int) -> MicroBatchCosts:
-        """Errors: ConfigError for what are no prices of `count` micro-batches."""
+    def _check(self, method: str, costs: MicroBatchCosts, count: int) -> MicroBatchCosts:
+        """Raises ConfigError for what are no prices of `count` micro-batches."""
         stages = self.num_stages
         shapes = {name: (stages - name.startswith("transfer"), count) for name in _TABLES} | {"static_bytes": (stages,)}
         for name, shape in shapes.items():
@@ -426,43 +445,33 @@ class UserCosts:
                 )
         return costs
 
-    def evaluate_shapes(
-        self,
-        rows: npt.ArrayLike,
-        encoder_len: npt.ArrayLike,
-        decoder_len: npt.ArrayLike = 0,
-        recompute: Recompute = "none",
-    ) -> MicroBatchCosts:
-        if isinstance(self.prices, PricesShapes):
-            costs = self.prices.evaluate_shapes(rows, encoder_len, decoder_len, recompute)
-            count = len(flat_shapes(rows, encoder_len, decoder_len)[0])
-            return self._checked("evaluate_shapes", costs, count)
-        shapes = np.stack(flat_shapes(rows, encoder_len, decoder_len), axis=1).tolist()
-        equal = [
-            MicroBatch(tuple(SampleLength(i, encoder, decoder) for i in range(count)), "padded", recompute)
-            for count, encoder, decoder in shapes
-        ]
-        return evaluate_each(self.prices, equal)
+    def explain_refusal(self, micro_batch: MicroBatch) -> str:
+        try:
+            self.prices.evaluate([micro_batch])
+        except PlanError as error:
+            return str(error)
+        return ""
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
-        return None
-
-    def over(self, topology: Topology | None) -> tuple[Self, Topology]:
-        return self, topology or Topology(pp=self.num_stages)
+    def price(self, features: Features) -> MicroBatchCosts:
+        micro_batches = features.micro_batches
+        if features.padded_shapes is not None:
+            (rows, encoder_len, decoder_len), kinds = features.padded_shapes, features.recompute.tolist()
+            if isinstance(self.prices, PricesShapes) and len(kinds):
+                costs = self.prices.evaluate_shapes(rows, encoder_len, decoder_len, kinds[0])
+                return self._check("evaluate_shapes", costs, len(kinds))
+            micro_batches = [
+                MicroBatch(tuple(SampleLength(i, encoder, decoder) for i in range(count)), "padded", kind)
+                for (count, encoder, decoder), kind in zip(features.padded_shapes.T.tolist(), kinds, strict=True)
+            ]
+        try:
+            return self.evaluate(micro_batches)
+        except PlanError:
+            return evaluate_each(self.prices, micro_batches)
 
     def at_width(self, width: int) -> Self:
         if width > 1:
             raise no_width(type(self.prices).__name__, width)
         return self
-
-    def recounted(self, change: Callable[[Any], Any]) -> Self:
-        return self
-
-    def with_exact_sums(self, value_bytes: int) -> Self:
-        return self
-
-    def to_json(self) -> None:
-        return None
 
     def fingerprint(self) -> str:
         return self.prices.fingerprint()
@@ -498,7 +507,7 @@ def check_tax(tax: float) -> None:
 
 
 def refuse_carried(micro_batches: Sequence[MicroBatch], who: str) -> None:
-    """Errors: PlanError for a micro-batch with a piece of a long sample."""
+    """Raises PlanError for a micro-batch with a piece of a long sample."""
     for m in micro_batches:
         if m.attention == "carried":
             piece = m.samples[0]

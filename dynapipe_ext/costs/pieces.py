@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, recompute_of_layers, without_stage
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.costs.blocks import BlockAttention
+from dynapipe_ext.costs.features import SUM_BYTES, Kinds, PiecePositions, split_kinds
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import COLUMNS
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
@@ -21,45 +22,6 @@ from dynapipe_ext.costs.packed_rows import PackedLayer, packed_sizes
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
-
-SUM_BYTES = 4  # gradients of keys and values are summed in fp32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CarriedPositions:
-    """Positions, (M,); 0 for whole samples. `own`: of the piece. `joined`: of its sample up to its end. On the first
-    piece, from whose F to whose B, which is the last, they are held: `buffered`, of the whole sample, and `summed`,
-    those before the last piece, to which later pieces give gradients."""
-
-    own: IntArray
-    joined: IntArray
-    buffered: IntArray
-    summed: IntArray
-
-    @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch]) -> CarriedPositions:
-        """All pieces of a sample are among these micro-batches."""
-        pieces: dict[int, list[SampleLength]] = {}
-        for m in micro_batches:
-            if m.attention == "carried":
-                pieces.setdefault(m.samples[0].index, []).append(m.samples[0])
-        counted = np.zeros((4, len(micro_batches)), np.int64)
-        for i, m in enumerate(micro_batches):
-            if m.attention != "carried":
-                continue
-            piece = m.samples[0]
-            counted[:2, i] = piece.encoder, piece.start + piece.encoder
-            if not piece.start:
-                every = pieces[piece.index]
-                counted[2:, i] = sum(s.encoder for s in every), max(s.start for s in every)
-        own, joined, buffered, summed = counted
-        return cls(own=own, joined=joined, buffered=buffered, summed=summed)
-
-    def kept_bytes(self, value_bytes: int) -> IntArray:
-        """Of one key or value a position: the buffers of samples, and sums of gradients."""
-        kept_bytes: IntArray = value_bytes * self.buffered + SUM_BYTES * self.summed
-        return kept_bytes
-
 
 _MOST = 1e6  # ns or bytes for a position or a pair of them: so that those of the longest samples fit into 64 bits
 
@@ -220,6 +182,11 @@ class PieceSurcharges:
             raise DataError(f"kept_values of pieces is {self.kept_values} but must be a number of 0 to {_MOST:g}")
 
     @property
+    def sum_bytes(self) -> int:
+        """Bytes of the gradients' sums for one position in one layer, on one rank."""
+        return SUM_BYTES * self.kept_values
+
+    @property
     def least_attended_ns(self) -> float:
         """The least that a layer takes for each position of a piece and each before it."""
         return min(one.attended_ns for one in self.by_recompute.values())
@@ -234,7 +201,8 @@ class PieceSurcharges:
     def added(
         self,
         costs: MicroBatchCosts,
-        micro_batches: Sequence[MicroBatch],
+        positions: PiecePositions,
+        recompute: Kinds,
         layers: IntArray,
         value_bytes: int,
         block: BlockAttention | None = None,
@@ -250,11 +218,11 @@ class PieceSurcharges:
         """
         width = 1 if block is None else block.width
         of_keys = 1.0 if block is None or width == 1 else block.kept_values / block.key_values
-        positions = CarriedPositions.of(micro_batches)
-        own, before = positions.own, positions.joined - positions.own
-        again = np.array([m.layer_recompute == "stage" for m in micro_batches])
-        kinds = np.array([recompute_of_layers(without_stage(m.recompute)) for m in micro_batches], dtype=np.str_)
-        forward, backward, working, stored = np.zeros((4, len(micro_batches)))
+        own, before = positions.own, positions.before
+        kinds, _ = split_kinds(recompute)
+        again = kinds == "stage"
+        kinds = np.where(again, "none", kinds)
+        forward, backward, working, stored = np.zeros((4, len(own)))
         for kind, one in self.by_recompute.items():
             its = kinds == kind
             grown = [getattr(one, name)(own, before) for name in _GROWTHS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topolo
 from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
 from dynapipe_ext.costs.blocks import BlockAttention
+from dynapipe_ext.costs.features import Features
 from dynapipe_ext.costs.floor import TablePoints
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import (
@@ -46,13 +47,13 @@ from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.measured_blocks import MeasuredBlock
 from dynapipe_ext.costs.measured_points import table_points
 from dynapipe_ext.costs.model import (
+    CostModel,
     IntArray,
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
     fingerprint,
     no_width,
-    refuse_carried,
     topology_from_json,
     topology_to_json,
     within_layers,
@@ -67,7 +68,7 @@ from dynapipe_ext.costs.packed_rows import (
 )
 from dynapipe_ext.costs.pieces import PieceSurcharges
 from dynapipe_ext.costs.states import EXACT_SUM_BYTES, refused_tie
-from dynapipe_ext.errors import ConfigError, DataError, PlanError, check_integer, settle_field_types
+from dynapipe_ext.errors import ConfigError, DataError, check_integer, settle_field_types
 from dynapipe_ext.models.architecture import MOST_LAYERS
 
 FORMAT = "dynapipe-costs/1"
@@ -78,7 +79,7 @@ _Values = tuple[FloatArray, BoolArray]  # those of `stage_values`, and what the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CostTable:
+class CostTable(CostModel):
     """Measured costs of one layer of each kind, laid out over the stages of a topology.
 
     `grids[recompute, kind]` has the columns `COLUMNS` (postprocess, the LM head: the two times at least) over the axes
@@ -270,9 +271,6 @@ class CostTable:
         measured = self.blocks.get(self.topology.width)
         return measured.tax if measured else 0.0
 
-    def recounted(self, change: Callable[[Any], Any]) -> CostTable:
-        return self
-
     def with_exact_sums(self, value_bytes: int) -> CostTable:
         whole, divided = self.state_parts
         return replace(self, state_parts=(whole + EXACT_SUM_BYTES / value_bytes, divided))
@@ -281,44 +279,37 @@ class CostTable:
         """Times at all measured points, for bounds over all plans."""
         return table_points(self, stage_ranks, split, least)
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        if self.pieces is None:
-            refuse_carried(micro_batches, "tables in which none were measured")
-        own = within_layers(micro_batches)
+    def explain_refusal(self, micro_batch: MicroBatch) -> str:
+        (own,) = within_layers([micro_batch])
+        return self._refusal(own if "B" in self.working_in else micro_batch, np.array(self._equivalent(own)))
+
+    def price(self, features: Features) -> MicroBatchCosts:
+        """Price micro-batches; every cost of a shape outside the grid is INFEASIBLE."""
+        tokens, recompute = features.positions[:2].astype(np.float64), features.recompute
+        if features.padded_shapes is not None:
+            return self._price(features.padded_shapes.astype(np.float64), tokens, recompute)[0]
+        own = within_layers(features.micro_batches)
         shapes = np.array([self._equivalent(m) for m in own], np.float64).reshape(-1, 3).T
-        tokens = np.array([(m.rows * m.encoder_len, m.rows * m.decoder_len) for m in micro_batches], np.float64)
-        tokens, recompute = tokens.reshape(-1, 2).T, np.array([m.recompute for m in micro_batches], dtype=np.str_)
         sizes = packed_sizes(own) if self.packed_layers else None
         costs, in_table = self._price(shapes, tokens, recompute, sizes)
-        packed = np.array([m.layout == "packed" and m.attention != "row" for m in micro_batches], bool)
+        packed = np.array([m.layout == "packed" and m.attention != "row" for m in own], bool)
         if (lost := packed & ~in_table).any():
             measured = np.unique(np.concatenate([grid.axes[0] for grid in self.grids.values()]))
             below = measured[np.maximum(np.searchsorted(measured, shapes[0], side="right") - 1, 0)]
             factor, shapes[0] = np.where(lost, shapes[0] / below, 1.0), np.where(lost, below, shapes[0])
             costs, in_table = self._price(shapes, tokens, recompute, sizes, factor)
-        if not in_table.all():
-            index = int(np.flatnonzero(~in_table)[0])
-            refused = own[index] if "B" in self.working_in else micro_batches[index]
-            raise PlanError(self._refusal(refused, shapes[:, index]))
         if self.packed_bytes:
-            kinds = (m.layer_recompute if p else None for m, p in zip(own, packed, strict=True))
-            costs = costs.holding(np.array([self.packed_bytes.get(kind, 1.0) if kind else 1.0 for kind in kinds]))
-        if self.pieces is None or all(m.attention != "carried" for m in micro_batches):
+            kinds = (m.layer_recompute if p else None for m, p in zip(own, packed & in_table, strict=True))
+            factor = np.array([self.packed_bytes.get(kind, 1.0) if kind else 1.0 for kind in kinds])
+            stored, working = (np.ceil(factor * b).astype(np.int64) for b in (costs.stored_bytes, costs.working_bytes))
+            costs = replace(costs, stored_bytes=stored, working_bytes=working)
+        if self.pieces is None or features.pieces is None:
             return costs
         layers = np.array(self.stage_attentions(), np.int64)
-        return self.pieces.added(costs, micro_batches, layers, self.value_bytes, self._block, tax=self._tax)
-
-    def evaluate_shapes(
-        self,
-        rows: npt.ArrayLike,
-        encoder_len: npt.ArrayLike,
-        decoder_len: npt.ArrayLike = 0,
-        recompute: Recompute = "none",
-    ) -> MicroBatchCosts:
-        """Costs of padded shapes given as arrays; every cost of a shape outside the grid is INFEASIBLE."""
-        shapes = np.array(np.broadcast_arrays(*(np.asarray(x, np.float64) for x in (rows, encoder_len, decoder_len))))
-        shapes = shapes.reshape(3, -1)
-        return self._price(shapes, shapes[0] * shapes[1:], recompute)[0]
+        costs = self.pieces.added(
+            costs, features.pieces, recompute, layers, self.value_bytes, self._block, tax=self._tax
+        )
+        return costs.refusing(~in_table)
 
     def _equivalent(self, m: MicroBatch) -> tuple[float, float, float]:
         return equivalent_shape(m, self.grids.get((m.layer_recompute, "decoder" if m.decoder_len else "encoder")))

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, counted_positions, refused_length
-from dynapipe_ext.batch.topology import ActivationFormat, Topology, widths_of
+from dynapipe_ext.batch.micro_batches import refused_length
+from dynapipe_ext.batch.topology import ActivationFormat, widths_of
+from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.model import (
     UNCOUNTED_TAX,
-    IntArray,
+    CostModel,
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
     check_tax,
-    fingerprint,
     growing_times,
-    kinds_of_layers,
 )
 from dynapipe_ext.errors import ConfigError, short
 
@@ -30,7 +28,7 @@ _MOST_A_TOKEN = 1 << 31  # so that the longest sample stays within 64 bits
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCosts:
+class TokenCosts(CostModel):
     """F = overhead + a tokens + b sum(length^2) on every stage; B = ratio x F, half of its token part being W.
 
     Tokens are padded tokens, so padding costs what it costs. `stage_scale` (one factor a stage) makes stages unequal.
@@ -87,40 +85,16 @@ class TokenCosts:
         form = ActivationFormat(hidden_size, "bfloat16", first_decoder_stage=0) if is_whole else None
         return ModelFacts(activation_format=form, prices_pieces=True, width=self.width)
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        tokens, squares = counted_positions(micro_batches)
-        return self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
-
-    def evaluate_shapes(
-        self,
-        rows: npt.ArrayLike,
-        encoder_len: npt.ArrayLike,
-        decoder_len: npt.ArrayLike = 0,
-        recompute: Recompute = "none",
-    ) -> MicroBatchCosts:
-        """Costs of padded shapes given as arrays."""
-        r, e, d = (np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len))
-        return self._price(r * (e + d), r * (e * e + d * d), np.full(r.shape, recompute))
-
     def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> GrowingTimes:
         """For bounds over all plans."""
         return growing_times(least or self, split=split)
 
-    def over(self, topology: Topology | None) -> tuple[TokenCosts, Topology]:
-        """The same costs: stages are priced as they are, wherever they lie."""
-        return self, topology or Topology(pp=self.num_stages)
-
     def at_width(self, width: int) -> TokenCosts:
         return replace(self, width=width)
 
-    def recounted(self, change: Callable[[Any], Any]) -> TokenCosts:
-        return self
-
-    def with_exact_sums(self, value_bytes: int) -> TokenCosts:
-        return self
-
-    def _price(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
-        recompute, _ = kinds_of_layers(recompute)  # there is no head
+    def price(self, features: Features) -> MicroBatchCosts:
+        recompute, _ = split_kinds(features.recompute)  # there is no head
+        tokens, squares = features.tokens, features.squares
         full, selective = recompute == "full", recompute == "selective"
         scale = np.array(self.stage_scale or (1.0,) * self.num_stages)[:, None]
         if self.width > 1:
@@ -160,6 +134,3 @@ class TokenCosts:
             return cls(**{**fields, "stage_scale": tuple(fields.get("stage_scale", ()))})
         except TypeError as error:
             raise ConfigError(f"token costs {sorted(fields)} cannot be read: {error}") from error
-
-    def fingerprint(self) -> str:
-        return fingerprint(self.to_json())

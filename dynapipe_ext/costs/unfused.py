@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.features import PiecePositions
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.costs.pieces import CarriedPositions
 from dynapipe_ext.models.architecture import Architecture
 
 _IDS = 25  # bytes a token: ids (8) and labels (8), weights and losses (8), a mask (1)
@@ -83,7 +83,7 @@ class PlainLayers:
         spared: IntArray = (self.values * (self._attention_values - piece_values) + 4 * a.num_heads // self.tp) * own
         return spared
 
-    def carried_bytes(self, positions: CarriedPositions) -> tuple[IntArray, IntArray]:
+    def carried_bytes(self, positions: PiecePositions) -> tuple[IntArray, IntArray]:
         """What pieces keep in each layer for one another, and the gradients of all positions so far while one runs."""
         a_position = 2 * self.architecture.kv_size_on(self.tp)  # values
         return a_position * positions.kept_bytes(self.values), a_position * self.values * positions.joined

@@ -73,7 +73,7 @@ def test_shapes_of_a_model_of_ones_own_are_priced_by_itself_where_it_does() -> N
 def test_shapes_that_a_model_of_ones_own_prices_wrongly_are_refused_by_name() -> None:
     class OneTooFew(Own):
         def evaluate_shapes(self, rows: Any, encoder_len: Any, decoder_len: Any = 0, recompute: Any = "none") -> Any:
-            return TOKENS.evaluate_shapes(rows[1:], encoder_len[1:], decoder_len, recompute)
+            return TOKENS.evaluate_shapes(rows[1:], encoder_len[1:], 0, recompute)
 
     with pytest.raises(ConfigError, match=r"forward_ns of OneTooFew .* of shape \(2, 3\): correct its evaluate_shapes"):
         as_cost_model(OneTooFew()).evaluate_shapes([1, 2, 1], [3, 4, 5])

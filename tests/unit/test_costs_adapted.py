@@ -131,8 +131,8 @@ def test_shapes_cost_what_their_micro_batches_do_and_what_cannot_be_stays_so() -
     class Short:
         num_stages, facts = 4, ModelFacts()
 
-        def evaluate_shapes(self, *shape: Any) -> Any:
-            of = RIGHT.evaluate_shapes(*shape)
+        def price(self, features: Any) -> Any:
+            of = RIGHT.price(features)
             return replace(of, **{n: np.full_like(getattr(of, n), INFEASIBLE) for n in ("forward_ns", "backward_ns")})
 
     never = AdjustedCosts(Short(), costs.adjustments).evaluate_shapes([1, 2], 8)  # type: ignore[arg-type]

@@ -152,7 +152,7 @@ def test_files_keep_the_prices_of_pieces_and_tables_without_them_refuse_by_name(
     assert again.fingerprint() == made.fingerprint() != before.fingerprint()
     assert "pieces" not in before.to_json()
     old = CostTable.from_json(before.to_json())
-    with pytest.raises(PlanError, match=r"positions 0 to 64 of sample 0, but tables in which none were measured"):
+    with pytest.raises(PlanError, match=r"positions 0 to 64 of sample 0, but these CostTable have no price"):
         old.evaluate([piece(0, 64)])
     for costs in (old, adjusted(old, FrozenWeights((1.0, 1.0)))):
         with pytest.raises(ConfigError, match=r"Costs|CostTable have no price for pieces .* `dynapipe profile`"):

@@ -130,11 +130,10 @@ def test_forwards_hold_the_model_s_static_bytes_and_no_more_than_a_training_forw
 class NoneAlone(TokenCosts):
     """Knows no recomputation of micro-batches above 50 tokens, as a measured grid may."""
 
-    def evaluate(self, micro_batches: Any) -> Any:
-        if any(m.recompute != "none" and m.padded_tokens > 50 for m in micro_batches):
-            raise PlanError("not measured")
-        costs = super().evaluate(micro_batches)
-        return replace(costs, stored_bytes=costs.stored_bytes + 7 * (costs.working_bytes == 0))
+    def price(self, features: Any) -> Any:
+        costs = TokenCosts.price(self, features)
+        costs = replace(costs, stored_bytes=costs.stored_bytes + 7 * (costs.working_bytes == 0))
+        return costs.refusing((features.recompute != "none") & (features.tokens > 50))
 
 
 def test_where_full_recomputation_was_not_measured_a_forward_is_held_to_need_what_it_stores() -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, slices_head
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.pieces import SUM_BYTES, MeasurePieces
+from dynapipe_ext.costs.pieces import MeasurePieces
 from dynapipe_ext.costs.profiled import MeasureShape
 from dynapipe_ext.costs.surface import ModelPart
 from dynapipe_ext.costs.table import CostTable
@@ -120,7 +120,7 @@ def errors_of_pieces(
             unpriced += 1
             continue
         held = int(costs.stored_bytes[0].sum())
-        sums = SUM_BYTES * table.pieces.kept_values * pieces[-1].samples[0].start  # none before the first backward
+        sums = table.pieces.sum_bytes * pieces[-1].samples[0].start  # none before the first backward
         promised = {"stored_bytes": held - sums, "peak_bytes": held + int(costs.working_bytes[0, -1])}
         predicted = {"forward_s": costs.forward_ns[0] / 1e9, "backward_s": costs.backward_ns[0] / 1e9}
         for name, seconds in predicted.items():
