@@ -6,11 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter
 
 from dynapipe_ext.errors import PlanError, short
 
-_KIND = attrgetter("kind")
 _PATTERN = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})", re.ASCII)
 
 
@@ -40,6 +38,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
+        """Read what `str` writes. Raises PlanError."""
         match = _PATTERN.fullmatch(text)
         if not match:
             raise PlanError(f"action {short(text)} is not of the form 2F0 (stage, one of F B I W, micro-batch)")
@@ -48,10 +47,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """Per pipeline rank, its actions in order. `stage_ranks[stage]` is the rank that holds a stage.
+    """The actions of each pipeline rank in order. `stage_ranks[stage]` is the rank that holds a stage.
 
-    `forward_only` says that no backward is meant to follow (evaluation); without it a schedule that lacks backwards is
-    refused wherever schedules are judged or lowered.
+    `forward_only`: no backward is meant to follow (evaluation). Otherwise a schedule without backwards is rejected when
+    it is validated or lowered.
     """
 
     name: str
@@ -70,13 +69,13 @@ class PipelineSchedule:
     @property
     def is_split(self) -> bool:
         """Whether some backward runs as I and W."""
-        return any(Kind.BACKWARD_INPUT in map(_KIND, rank) for rank in self.ranks)
+        return any(action.kind is Kind.BACKWARD_INPUT for rank in self.ranks for action in rank)
 
     def lines(self) -> list[list[str]]:
-        """Actions as text, one list a rank."""
+        """Return the actions as text, one list per rank."""
         return [[str(action) for action in rank] for rank in self.ranks]
 
 
 def linear_schedule(name: str, stages: Sequence[Sequence[Action]]) -> PipelineSchedule:
-    """A schedule with stage s on rank s."""
+    """Return a schedule with stage s on rank s."""
     return PipelineSchedule(name, tuple(tuple(stage) for stage in stages), tuple(range(len(stages))))

@@ -10,7 +10,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
 from dynapipe_ext.schedules.evaluation.timing_noise import mean_makespan_ns, spread_of
-from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
+from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 

@@ -22,7 +22,7 @@ from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.schedules.evaluation.simulate import simulate
-from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
+from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 
 _MOST_STEPS = 10_000  # At most so many steps are kept for a log, since some loops never write one.
 

@@ -18,7 +18,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
-from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
+from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.search.problem import NO_LIMIT_BYTES

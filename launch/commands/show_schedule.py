@@ -15,7 +15,7 @@ from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
 from dynapipe_ext.schedules.notation import to_csv
 from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.settings.plan_rules import own_placement
 from dynapipe_ext.settings.train_config import add_flag

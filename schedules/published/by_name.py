@@ -9,14 +9,12 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, did_you_mean
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
-from dynapipe_ext.schedules.published.gpipe import gpipe
-from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import gpipe, interleaved_1f1b, one_f_one_b
 from dynapipe_ext.schedules.published.v_shape import v_half, zb_v
 from dynapipe_ext.schedules.published.zero_bubble import zb_h1, zb_h2
 from dynapipe_ext.settings.plan_rules import ScheduleName
 
-# Each takes the numbers of ranks and of micro-batches; interleaved-1f1b the stages a rank as well.
+# Each takes the numbers of ranks and of micro-batches; interleaved-1f1b the stages per rank as well.
 PUBLISHED: Mapping[str, Callable[..., PipelineSchedule]] = MappingProxyType(
     {
         "gpipe": gpipe,
@@ -34,26 +32,20 @@ _STAGES_PER_RANK = {"zb-v": 2, "v-half": 2}
 def published_schedule(
     name: str, num_ranks: int, num_micro_batches: int, *, stages_per_rank: int | None = None
 ) -> PipelineSchedule:
-    """The schedule of that name in PUBLISHED; `stages_per_rank` is free (2) for interleaved-1f1b alone.
+    """Return the schedule of that name in PUBLISHED; only interleaved-1f1b has a choice of `stages_per_rank` (2).
 
-    Errors: ConfigError for a name that is none, naming those that are, for counts below 1, and for stages a rank that
-    the schedule cannot have.
+    Raises ConfigError for an unknown name, and for stages per rank that the schedule cannot have; PlanError for counts
+    below 1.
     """
     if name not in PUBLISHED:
         near = did_you_mean(name, PUBLISHED)
         raise ConfigError(f"schedule {name!r} is not known: choose one of {', '.join(PUBLISHED)}{near}")
-    counts = {"ranks": num_ranks, "micro-batches": num_micro_batches}
-    if stages_per_rank is not None:
-        counts["stages a rank"] = stages_per_rank
-    for what, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"{name} with {count} {what}: give at least 1")
     if name == "interleaved-1f1b":
         return interleaved_1f1b(num_ranks, num_micro_batches, 2 if stages_per_rank is None else stages_per_rank)
     fixed = _STAGES_PER_RANK.get(name, 1)
     if stages_per_rank not in (None, fixed):
         raise ConfigError(
-            f"{name} has {fixed} stage{'s' * (fixed > 1)} a rank, not {stages_per_rank}:"
+            f"{name} has {fixed} stage{'s' * (fixed > 1)} per rank, not {stages_per_rank}:"
             " leave that out, or choose interleaved-1f1b"
         )
     return PUBLISHED[name](num_ranks, num_micro_batches)
@@ -62,9 +54,9 @@ def published_schedule(
 def schedule_of_costs(
     name: ScheduleName, stage_ranks: Sequence[int], memory_limit_bytes: int, costs: MicroBatchCosts
 ) -> PipelineSchedule:
-    """The schedule of that name, cyclic included, for one replica's micro-batches; of none, no actions.
+    """Return the schedule of that name, cyclic included, for one replica's micro-batches; without any, no actions.
 
-    Errors: PlanError and ConfigError as the schedules have them.
+    Raises PlanError and ConfigError as the schedules do.
     """
     num_ranks, count = max(stage_ranks) + 1, costs.num_micro_batches
     if not count:

@@ -1,4 +1,4 @@
-"""V-shaped schedules: two stages a rank, 0..p-1 down the ranks and p..2p-1 back up, so each rank has an early stage,
+"""V-shaped schedules: two stages per rank, 0..p-1 down the ranks and p..2p-1 back up. So each rank has an early stage,
 whose activations live long, and a late one, whose activations live shortly: memory is the same on every rank.
 
 `zb_v` after Qi et al. 2023 (arXiv 2401.10241, sec. 6); `v_half` after Qi et al. 2024, "Pipeline Parallelism with
@@ -7,15 +7,12 @@ Controllable Memory" (arXiv 2405.15362).
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
 
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.published.zero_bubble import check_counts
+from dynapipe_ext.schedules.published.full_backward import check_counts
 
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
-_KINDS = (_F, _I, _W)
 
 
 def v_placement(num_ranks: int) -> tuple[int, ...]:
@@ -27,82 +24,65 @@ def v_placement(num_ranks: int) -> tuple[int, ...]:
 
 
 def zb_v(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
-    """ZB-V: with F = I = W no rank waits between its first and its last action, in the memory of 1F1B.
+    """Keep every rank busy from its first to its last action with F = I = W, in the memory of 1F1B (ZB-V).
 
     A rank holds at most 2p activations of its stages, that is p micro-batches. This takes M >= 2p - 1; fewer keep the
-    order that they have among 2p - 1.
-
-    Errors: PlanError for less than one rank or micro-batch.
+    order that they have among 2p - 1. Raises PlanError for less than one rank or micro-batch.
 
     >>> for line in zb_v(2, 3).lines(): print(*line)
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
-    check_counts(num_ranks, num_micro_batches)
+    check_counts(ranks=num_ranks, micro_batches=num_micro_batches)
     among = max(num_micro_batches, 2 * num_ranks - 1)
     ranks = [
-        tuple(action for action in _zb_v_rank(rank, num_ranks, among) if action.micro_batch < num_micro_batches)
+        tuple(action for action in _list_zb_v_actions(rank, num_ranks, among) if action.micro_batch < num_micro_batches)
         for rank in range(num_ranks)
     ]
     return PipelineSchedule("zb-v", tuple(ranks), v_placement(num_ranks))
 
 
-def _zb_v_rank(rank: int, num_ranks: int, num: int) -> Iterator[Action]:
-    """Six passes in turn where the pipeline is full; before it warms up, after it the W put off fill the waits."""
+def _list_zb_v_actions(rank: int, num_ranks: int, num: int) -> list[Action]:
+    """Return six passes in turn while the pipeline is full, after a warm-up; then the delayed W fill the waits."""
     down, up = rank, 2 * num_ranks - 1 - rank  # its two stages
-    numbers = {(stage, kind): itertools.count() for stage in (down, up) for kind in _KINDS}
-
-    def run(stage: int, *kinds: Kind) -> Iterator[Action]:
-        return (Action(stage, kind, next(numbers[stage, kind])) for kind in kinds)
-
+    up_passes = [(up, _F), (up, _I), (up, _W)]
     first = 2 * (num_ranks - rank) - 1
-    for _ in range(first):
-        yield from run(down, _F)
-    for _ in range(rank):
-        yield from run(up, _F)
-        yield from run(down, _F)
-    for _ in range(num_ranks - rank):
-        yield from run(up, _F, _I, _W)
-    forwards = first + rank  # of `down`; `up` is p - 1 - rank behind, and goes on when they have run out
-    for m in range(forwards, num + num_ranks - 1 - rank):
-        if m < num:
-            yield from run(down, _F)
-        yield from run(down, _I, _W)
-        yield from run(up, _F, _I, _W)
-    for _ in range(rank):
-        yield from run(down, _I)
-        yield from run(up, _I)
-    for _ in range(num_ranks - rank):
-        yield from run(down, _I, _W)
-    for stage in (up, down):
-        while (action := next(run(stage, _W))).micro_batch < num:
-            yield action
+    passes = [(down, _F)] * first + [(up, _F), (down, _F)] * rank + up_passes * (num_ranks - rank)
+    # `up` is p - 1 - rank forwards behind `down`, and continues when those of `down` have run out.
+    for m in range(first + rank, num + num_ranks - 1 - rank):
+        passes += [(down, _F)] * (m < num) + [(down, _I), (down, _W)] + up_passes
+    passes += [(down, _I), (up, _I)] * rank + [(down, _I), (down, _W)] * (num_ranks - rank)
+    done: Counter[tuple[int, Kind]] = Counter()
+    actions = []
+    for stage, kind in passes:
+        actions.append(Action(stage, kind, done[stage, kind]))
+        done[stage, kind] += 1
+    return actions + [Action(stage, _W, m) for stage in (up, down) for m in range(done[stage, _W], num)]
 
 
 def v_half(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
-    """V-Half: about half the memory of 1F1B. A rank holds at most 2 floor((p + 2) / 2) activations of its stages, that
-    is floor((p + 2) / 2) micro-batches; with F = I = W and M >= p the bubble is at most 3p passes of half a rank, half
-    of 1F1B's. Both are the authors' figures.
+    """Use about half the memory of 1F1B (V-Half).
 
-    The building block (six passes of one micro-batch on each rank, repeated every six slots) is the paper's. What
-    warm-up and cool-down do with the slots that it leaves free is made by the paper's means, squeezing and
-    reordering under the block's own peak memory: each pass moves to the earliest free slot where its input is there
-    and no peak grows, then W goes where a rank waits.
+    A rank holds at most 2 floor((p + 2) / 2) activations of its stages, that is floor((p + 2) / 2) micro-batches; with
+    F = I = W and M >= p the bubble is at most 3p passes of half a rank, half of 1F1B's. Both are the authors' figures.
 
-    Errors: PlanError for less than one rank or micro-batch.
+    The building block (six passes of one micro-batch on each rank, repeated every six slots) is the paper's. The slots
+    that it leaves free in warm-up and cool-down are filled by the paper's means, squeezing and reordering under the
+    block's own peak memory: each pass moves to the earliest free slot after its input at which no peak grows, then W
+    goes where a rank waits. Raises PlanError for less than one rank or micro-batch.
 
     >>> for line in v_half(2, 3).lines(): print(*line)
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
     1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
     """
-    check_counts(num_ranks, num_micro_batches)
+    check_counts(ranks=num_ranks, micro_batches=num_micro_batches)
     most = 2 * ((num_ranks + 2) // 2)
-    slots = _squeezed(_repeated_block(num_ranks, num_micro_batches), num_ranks, most)
-    return PipelineSchedule("v-half", _with_weights_in_waits(slots, num_ranks, most), v_placement(num_ranks))
+    slots = _squeeze(_repeat_block(num_ranks, num_micro_batches), num_ranks, most)
+    return PipelineSchedule("v-half", _fill_waits(slots, num_ranks, most), v_placement(num_ranks))
 
 
-def _repeated_block(num_ranks: int, num: int) -> dict[Action, int]:
-    """V-Half's building block (offsets of 2 down and 1 up from rank to rank), once every six slots: no two collide."""
+def _repeat_block(num_ranks: int, num: int) -> dict[Action, int]:
+    """Return V-Half's building block (offsets of 2 down and 1 up from rank to rank) every six slots: no two collide."""
     shift = 0 if num_ranks % 2 else 3
     slots = {}
     for rank in range(num_ranks):
@@ -122,8 +102,8 @@ def _repeated_block(num_ranks: int, num: int) -> dict[Action, int]:
     return slots
 
 
-def _squeezed(slots: dict[Action, int], num_ranks: int, most: int) -> dict[Action, int]:
-    """Each action, in order of time, in the earliest free slot after its input where its rank holds `most` or less."""
+def _squeeze(slots: dict[Action, int], num_ranks: int, most: int) -> dict[Action, int]:
+    """Move each action, in order of time, to the earliest free slot after its input with at most `most` held."""
     rank_of, squeezed = v_placement(num_ranks), dict(slots)
     taken: list[set[int]] = [set() for _ in range(num_ranks)]
     held = [[0] * (max(slots.values()) + 2) for _ in range(num_ranks)]
@@ -139,7 +119,7 @@ def _squeezed(slots: dict[Action, int], num_ranks: int, most: int) -> dict[Actio
     for action, slot in sorted(slots.items(), key=lambda item: item[1]):
         stage, kind, m = action.stage, action.kind, action.micro_batch
         rank = rank_of[stage]
-        before = [_input_of(action, 2 * num_ranks), Action(stage, kind, m - 1) if m else None]
+        before = [_find_input(action, 2 * num_ranks), Action(stage, kind, m - 1) if m else None]
         first = 1 + max((squeezed[other] for other in before if other), default=-1)
         if kind is _F:
             first = max([first, *(at + 1 for at in range(first, slot) if held[rank][at] >= most)])
@@ -153,8 +133,8 @@ def _squeezed(slots: dict[Action, int], num_ranks: int, most: int) -> dict[Actio
     return squeezed
 
 
-def _with_weights_in_waits(slots: dict[Action, int], num_ranks: int, most: int) -> tuple[tuple[Action, ...], ...]:
-    """F and I in order of their slots, and the oldest W wherever a rank would wait for an input or for memory."""
+def _fill_waits(slots: dict[Action, int], num_ranks: int, most: int) -> tuple[tuple[Action, ...], ...]:
+    """Return F and I in order of their slots, and the oldest W wherever a rank would wait for an input or memory."""
     rank_of = v_placement(num_ranks)
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     for action in sorted((a for a in slots if a.kind is not _W), key=lambda a: slots[a], reverse=True):
@@ -167,7 +147,7 @@ def _with_weights_in_waits(slots: dict[Action, int], num_ranks: int, most: int) 
         ran = []
         for rank, order in enumerate(orders):
             fits = bool(order) and not (order[-1].kind is _F and held[rank] == most)
-            if fits and _input_of(order[-1], 2 * num_ranks) in done:
+            if fits and _find_input(order[-1], 2 * num_ranks) in done:
                 ran.append(order.pop())
             elif owed[rank]:
                 ran.append(owed[rank].popleft())
@@ -182,8 +162,8 @@ def _with_weights_in_waits(slots: dict[Action, int], num_ranks: int, most: int) 
     return tuple(map(tuple, ranks))
 
 
-def _input_of(action: Action, num_stages: int) -> Action | None:
-    """The action that must have ended; None for the first stage's forwards."""
+def _find_input(action: Action, num_stages: int) -> Action | None:
+    """Return the action that must have ended; None for the first stage's forwards."""
     stage, m = action.stage, action.micro_batch
     if action.kind is _F:
         return Action(stage - 1, _F, m) if stage else None

@@ -25,7 +25,7 @@ from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recom
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.evaluation.simulate import last_end_ns, peak_bytes, simulate_ns
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 
 _SLACK = 1.0  # of the first sample's work, that a block of ranks may have
 PAD = 8

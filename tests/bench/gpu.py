@@ -47,7 +47,7 @@ from dynapipe_ext.launch.job.run_costs import settle_costs
 from dynapipe_ext.models.flops import step_flops, work_of
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.settings.tables import OptimizerSettings
 from dynapipe_ext.settings.train_config import TrainConfig

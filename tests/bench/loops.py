@@ -36,7 +36,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.evaluation.simulate import simulate
-from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
+from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = Path(__file__).parent / "results" / "loops.json"

@@ -37,7 +37,7 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linea
 from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import StageMemory, peak_bytes, simulate
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 
 Replicas = list[list[MicroBatch]]

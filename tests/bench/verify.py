@@ -20,7 +20,7 @@ from dynapipe_ext.executor.instructions import Instruction, lower_schedule
 from dynapipe_ext.executor.proof import verify, verify_step, with_collectives
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import simulate_ns
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 
 CASES = [(4, 16, False), (8, 64, False), (8, 64, True)]  # pipeline ranks, micro-batches, split backward
 

@@ -12,8 +12,7 @@ from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, simulate
 from dynapipe_ext.schedules.notation import draw, format_lines, parse_lines
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic, cyclic
-from dynapipe_ext.schedules.published.gpipe import gpipe
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import gpipe, one_f_one_b
 from dynapipe_ext.schedules.search.optimizer import optimize
 
 

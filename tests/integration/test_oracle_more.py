@@ -27,7 +27,7 @@ from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.partitioning.rules import fixed_rows
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.settings.tables import OptimizerSettings
 from tests.support.limits import LIMIT_S

@@ -29,7 +29,7 @@ from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.schedules.evaluation.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from tests.property.test_instructions import lowered, micro_batch_of, plans, random_costs, random_schedule
 from tests.property.test_wire import example_plan
 

@@ -21,7 +21,7 @@ from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, validate
 from dynapipe_ext.schedules.evaluation.timing_noise import mean_makespan_ns, spread_of
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize, optimize_best
 from dynapipe_ext.schedules.search.problem import Start

@@ -46,7 +46,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.published.by_name import published_schedule
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.settings.tables import OptimizerSettings

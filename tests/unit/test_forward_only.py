@@ -34,7 +34,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, validate
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.published.gpipe import gpipe
+from dynapipe_ext.schedules.published.full_backward import gpipe
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.show.plan import list_orders
 from tests.support.limits import LIMIT_S

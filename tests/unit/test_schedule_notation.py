@@ -14,7 +14,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.notation import draw, parse_lines, plan_json
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.timeline import Span, Trace
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file

@@ -11,8 +11,7 @@ from dynapipe_ext.batch.topology import ReplicaCollectives
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from dynapipe_ext.executor.proof import Collective, verify, verify_step, with_collectives
-from dynapipe_ext.schedules.published.gpipe import gpipe
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import gpipe, one_f_one_b
 from dynapipe_ext.schedules.published.zero_bubble import zb_h1
 from tests.support.lowered import Programs, lowered, uniform_costs
 

@@ -23,7 +23,7 @@ from dynapipe_ext.executor.instructions import (
     WaitSend,
 )
 from dynapipe_ext.executor.proof import verify
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from tests.support.lowered import lowered, uniform_costs
 
 NUM_RANKS, NUM_MICRO_BATCHES = 3, 2

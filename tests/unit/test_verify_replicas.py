@@ -25,7 +25,7 @@ from dynapipe_ext.executor.store.address import Keys
 from dynapipe_ext.executor.store.opening import MemoryStore
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.published.gpipe import gpipe
+from dynapipe_ext.schedules.published.full_backward import gpipe
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 SHAPE = Architecture.gpt(

@@ -29,7 +29,7 @@ from dynapipe_ext.executor.instructions import (
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, simulate_ns
-from dynapipe_ext.schedules.published.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.published.zero_bubble import zb_h2
 from dynapipe_ext.schedules.search.optimizer import optimize
 from tests.bench.noise import Noise, noisy_costs

@@ -16,7 +16,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.drop_in import gains as module
 from dynapipe_ext.executor.drop_in.gains import ActionClock, GainLog, IntervalFigures, StepFigures, StockRows, log_gains
 from dynapipe_ext.schedules.evaluation.simulate import simulate
-from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
+from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 
 COSTS = TokenCosts(2, ns_per_token_squared=3)
 

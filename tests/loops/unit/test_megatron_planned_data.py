@@ -43,7 +43,7 @@ from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.schedules.actions import Kind
 from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
-from dynapipe_ext.schedules.published.interleaved import interleaved_1f1b
+from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 
 
 class Source:
