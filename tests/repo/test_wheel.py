@@ -1,6 +1,7 @@
 """What lands in the wheel."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import zipfile
@@ -67,3 +68,23 @@ def test_set_up_has_installed_the_compiled_core_inside_the_one_package() -> None
 
     assert Path(_core.__file__).parent.name == "dynapipe_ext"
     assert Path(_core.__file__).is_relative_to(sys.prefix)
+
+
+def test_a_build_without_a_compiler_ends_with_what_to_install(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core")
+    build = (
+        f"from scikit_build_core import build; build.build_wheel({str(tmp_path)!r}, {{'build-dir': {str(tmp_path)!r}}})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", build],
+        cwd=root,
+        env={**os.environ, "CXX": str(tmp_path / "none")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode != 0
+    last = done.stdout.rstrip().splitlines()[-1]
+    assert "install g++ or clang++ (C++17), and install dynapipe-ext again" in last, done.stdout
