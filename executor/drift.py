@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
 from dynapipe_ext.batch.micro_batches import count_positions
-from dynapipe_ext.costs.adjustments import AdjustedCosts, FittedTimes, fitted_times, times_by_letter, without
+from dynapipe_ext.costs.adjustments import adjust, fitted_times, times_by_letter
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_error
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -34,7 +34,7 @@ def measured_actions(
         return ()
     costs = costs.at_width(plan.width)
     predicted = times_by_letter(costs.evaluate(plan.micro_batches))
-    fitted_from = without(costs, FittedTimes)
+    fitted_from = adjust(costs, fitted=None)
     before = predicted if fitted_from is costs else times_by_letter(fitted_from.evaluate(plan.micro_batches))
     actions = []
     for span in spans:
@@ -117,7 +117,7 @@ def next_fit(step: int) -> int:
     return max(_FIRST_FIT, 1 << step.bit_length())
 
 
-def fitted_costs(actions: Sequence[MeasuredAction], costs: CostModel) -> tuple[AdjustedCosts, CostsFit] | None:
+def fitted_costs(actions: Sequence[MeasuredAction], costs: CostModel) -> tuple[CostModel, CostsFit] | None:
     """Costs fitted to actions, where those that these were planned with are far off and the fit is much closer."""
     measured = [action for action in actions if action.measured_ns > 0]
     if not measured:

@@ -25,7 +25,7 @@ from dynapipe_ext.batch.micro_batches import (
     with_sliced_head,
 )
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
+from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, as_cost_model, bottleneck
 from dynapipe_ext.errors import ConfigError, PlanError, short
@@ -173,7 +173,7 @@ class Planner(PlanRules):
             return self
         return replace(
             self,
-            costs=adjusted(self.costs, ForwardsAlone()),
+            costs=adjust(self.costs, forward_only=True),
             schedule="adaptive",
             split_backward=False,
             recompute="auto",

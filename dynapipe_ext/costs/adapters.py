@@ -8,7 +8,7 @@ import numpy as np
 
 from dynapipe_ext.batch.topology import Topology, ZeroStage, refuse_half_layers
 from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
-from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjusted, frozen_weights
+from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjust
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.states import ADAM_MOMENTS, BYTES_PER_PARAMETER, StateRecipe, count_parameters, state_bytes
 from dynapipe_ext.models.architecture import Architecture
@@ -31,7 +31,7 @@ def adapter_costs(
     zero_stage: ZeroStage = 0,
     exact_sums: bool = False,
     num_moments: int = ADAM_MOMENTS,
-) -> AdjustedCosts:
+) -> CostModel:
     """`base`, which are over `topology` and train all weights of the model, where `lora` trains beside them.
 
     Weights and the states of adapters are those of `recipe`, which a ZeRO stage divides over replicas and the base's
@@ -57,18 +57,19 @@ def adapter_costs(
     inputs = sum(layer.num_inputs for layer in lora.described or ())
     kept_bytes = value_bytes * (lora.r * len(lora.described or ()) + (2 * inputs if lora.lora_dropout else 0))
     token_bytes = layers * (0 if base.facts.measured_adapters else kept_bytes)
-    frozen_weights = FrozenWeights(
+    frozen = FrozenWeights(
         _trained_shares(lora, architecture, topology),
         static_bytes=tuple(static.tolist()),
         token_bytes=tuple(token_bytes.tolist()) if token_bytes.any() else (),
     )
-    return adjusted(base, frozen_weights)
+    return adjust(base, frozen=frozen)
 
 
-def with_idle_weights(costs: CostModel, idle_bytes: tuple[int, ...]) -> AdjustedCosts:
+def with_idle_weights(costs: CostModel, idle_bytes: tuple[int, ...]) -> CostModel:
     """`costs` and on each stage weights of so many bytes that nothing runs through; what trains stays as it is."""
-    frozen = frozen_weights(costs) or FrozenWeights((1.0,) * costs.num_stages)
-    return adjusted(costs, replace(frozen, idle_bytes=idle_bytes))
+    frozen = costs.frozen if isinstance(costs, AdjustedCosts) else None
+    frozen = frozen or FrozenWeights((1.0,) * costs.num_stages)
+    return adjust(costs, frozen=replace(frozen, idle_bytes=idle_bytes))
 
 
 def _trained_shares(lora: LoraSettings, architecture: Architecture, topology: Topology) -> tuple[float, ...]:

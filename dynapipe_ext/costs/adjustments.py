@@ -1,14 +1,13 @@
-"""What changes the prices of a cost model, and costs that are so changed.
+"""Adjustments of a cost model's prices, and costs that are adjusted.
 
-prices ─► FrozenWeights ─► FittedTimes ─► ForwardsAlone ─► costs, the same way for micro-batches and for padded shapes
+prices ─► frozen weights ─► fitted times ─► forward-only ─► costs, for micro-batches and for padded shapes
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
-from functools import partial
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,36 +29,19 @@ from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.reproducible import FloatArray, product
 
 LETTERS = "FBIW"
-_MOST = 2.0**40
-_MOST_BYTES = 1 << 60
-
-# Costs before an adjustment: of micro-batches as they are recomputed (None), or all of them by one kind.
-CostsBefore = Callable[[Recompute | None], MicroBatchCosts]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AdjustedWork:
-    """What adjustments read of M micro-batches, arrays of shape (M,): padded tokens, squared lengths as
-    `count_positions` has them, and the kind of recomputation. Of blocks of ranks, one rank's share of them."""
-
-    tokens: IntArray
-    squares: IntArray
-    recompute: npt.NDArray[np.str_]
-
-    def kinds(self, kind: Recompute | None) -> npt.NDArray[np.str_]:
-        """The kinds of recomputation where all micro-batches are recomputed by `kind`, or as they are (None)."""
-        return self.recompute if kind is None else np.full(self.recompute.shape, kind)
+_MAX = 2.0**40
+_MAX_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenWeights:
-    """Stage s trains the share `trained_shares[s]` of its weights' products, as under adapters.
+    """Weights of which stage s trains the share `trained_shares[s]`, by their products, as with adapters.
 
-    A frozen weight has no gradient: W, and B by as much, are shorter by the share of the others, under full
-    recomputation too. `static_bytes` of each stage take the place of the prices' own: frozen weights have neither
-    gradients nor optimizer states (empty: the prices' own). `token_bytes` of each stage are what adapters keep of every
-    token in addition; where layers are recomputed these bytes come back, counted as if all at once. `idle_bytes` of
-    each stage are weights on top that nothing runs through, such as those of a tower of images.
+    A frozen weight has no gradient: W, and B by as much, are shorter by the share of frozen weights, under full
+    recomputation too. `static_bytes` of each stage replace the prices' own: frozen weights have neither gradients nor
+    optimizer states (empty: the prices' own). `token_bytes` of each stage are what adapters keep of every token in
+    addition; if layers are recomputed these bytes return, counted as if all at once. `idle_bytes` of each stage are
+    weights on top that nothing runs through, such as those of a vision tower.
     """
 
     trained_shares: tuple[float, ...]
@@ -67,71 +49,60 @@ class FrozenWeights:
     token_bytes: tuple[int, ...] = ()
     idle_bytes: tuple[int, ...] = ()
 
-    kind: ClassVar = "frozen"
-
     def check(self, num_stages: int) -> None:
-        """Errors: ConfigError for shares that are none, or not one a stage."""
-        for name in ("trained_shares", "static_bytes", "token_bytes", "idle_bytes"):
-            most = 1 if name == "trained_shares" else _MOST_BYTES
-            values = getattr(self, name)
-            if (name == "trained_shares" or values) and len(values) != num_stages:
-                raise ConfigError(f"{name} has {len(values)} entries for {num_stages} stages: give one a stage")
+        """Check that every field has one sensible number per stage. Raises ConfigError."""
+        for name in self.__slots__:
+            is_share, values = name == "trained_shares", getattr(self, name)
+            if (is_share or values) and len(values) != num_stages:
+                raise ConfigError(f"{name} has {len(values)} entries for {num_stages} stages: give one per stage")
+            max_value = 1 if is_share else _MAX_BYTES
             for value in values:
-                if not isinstance(value, int | float) or not 0 <= value <= most:
-                    raise ConfigError(f"{name} has {short(value)} but must be numbers of 0 to {most}")
+                if not isinstance(value, int | float) or not 0 <= value <= max_value:
+                    raise ConfigError(f"{name} has {short(value)} but must be numbers of 0 to {max_value}")
 
-    def facts(self, facts: ModelFacts) -> ModelFacts:
-        return facts
+    def adjust(
+        self, costs: MicroBatchCosts, plain: MicroBatchCosts, kinds: npt.NDArray[np.str_], tokens: IntArray
+    ) -> MicroBatchCosts:
+        """Return adjusted `costs` of micro-batches with these recomputation modes. `plain`: costs without any.
 
-    def adjusted(self, before: CostsBefore, work: AdjustedWork, kind: Recompute | None) -> MicroBatchCosts:
-        costs = before(kind)
-        kinds = work.kinds(kind)
-        is_stored = split_kinds(kinds)[0] == "none"
-        # The work for weight gradients; under full recomputation I does it and W is nothing, so W without says it.
-        plain = costs if (kinds == "none").all() else before("none")
+        Under full recomputation I does the work for weight gradients and W is nothing; W of `plain` says how much.
+        """
         weight_ns = np.where(plain.infeasible, costs.weight_ns, np.minimum(plain.weight_ns, costs.backward_ns))
-        kept_bytes = np.outer(self.token_bytes or (0,) * costs.num_stages, work.tokens).astype(np.int64)
+        kept_bytes = np.outer(self.token_bytes or (0,) * costs.num_stages, tokens).astype(np.int64)
+        is_stored = split_kinds(kinds)[0] == "none"
         return replace(
             costs,
             stored_bytes=costs.stored_bytes + kept_bytes * is_stored,
             working_bytes=costs.working_bytes + kept_bytes * ~is_stored,
-            backward_ns=costs.backward_ns - _part(self._frozen, weight_ns),
-            weight_ns=costs.weight_ns - _part(self._frozen, costs.weight_ns),
-            static_bytes=self._static(costs),
+            **self._shorten(costs, costs.backward_ns - np.floor(self._frozen * weight_ns)),
         ).refusing(costs.infeasible)
 
-    def least(self, before: CostsBefore, kind: Recompute | None) -> MicroBatchCosts:
-        """Times at measured points between which the interpolated ones are nowhere above the adjusted ones.
+    def bound(self, costs: MicroBatchCosts, plain: MicroBatchCosts) -> MicroBatchCosts:
+        """Return times at measured points between which the interpolated ones never exceed the adjusted ones.
 
-        W that is cut off at B is not linear between points. There a stage's B keeps its trained share alone.
+        W that is cut off at B is not linear between points. A stage where this happens keeps B's trained share only.
         """
-        costs, plain = before(kind), before("none")
         weight_ns = np.where(plain.infeasible, costs.weight_ns, np.maximum(plain.weight_ns, costs.weight_ns))
         is_cut = ((weight_ns >= costs.backward_ns) & ~costs.infeasible).any(axis=1, keepdims=True)
-        backward_ns = costs.backward_ns - self._frozen * np.where(is_cut, costs.backward_ns, weight_ns)
-        return replace(
-            costs,
-            backward_ns=np.floor(backward_ns).astype(np.int64),
-            weight_ns=costs.weight_ns - _part(self._frozen, costs.weight_ns),
-            static_bytes=self._static(costs),
-        ).refusing(costs.infeasible)
+        backward_ns = np.floor(costs.backward_ns - self._frozen * np.where(is_cut, costs.backward_ns, weight_ns))
+        return replace(costs, **self._shorten(costs, backward_ns)).refusing(costs.infeasible)
 
-    def error_ns(self, before_ns: float) -> float:
-        """What rounding changes at most, of F and B of one micro-batch on one stage."""
-        return before_ns + 1
+    def _shorten(self, costs: MicroBatchCosts, backward_ns: npt.NDArray[Any]) -> dict[str, Any]:
+        static = np.array(self.static_bytes, np.int64) if self.static_bytes else costs.static_bytes
+        return {
+            "backward_ns": backward_ns.astype(np.int64),
+            "weight_ns": costs.weight_ns - np.floor(self._frozen * costs.weight_ns).astype(np.int64),
+            "static_bytes": static + np.array(self.idle_bytes or (0,) * costs.num_stages, np.int64),
+        }
 
     @property
     def _frozen(self) -> FloatArray:
         return 1.0 - np.array(self.trained_shares)[:, None]
 
-    def _static(self, costs: MicroBatchCosts) -> IntArray:
-        static = np.array(self.static_bytes, np.int64) if self.static_bytes else costs.static_bytes
-        return static + np.array(self.idle_bytes or (0,) * costs.num_stages, np.int64)
-
     def to_json(self) -> dict[str, Any]:
-        """Bytes of tokens and idle ones are left out where there are none, as before adjustments knew them."""
-        more = {name: list(values) for name in ("token_bytes", "idle_bytes") if (values := getattr(self, name))}
-        return {"trained_shares": list(self.trained_shares), "static_bytes": list(self.static_bytes), **more}
+        """Return the fields, without token and idle bytes if there are none, as files had them before these fields."""
+        always = ("trained_shares", "static_bytes")
+        return {name: list(values) for name in self.__slots__ if (values := getattr(self, name)) or name in always}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> FrozenWeights:
@@ -142,14 +113,9 @@ class FrozenWeights:
             raise ConfigError(f"costs of frozen weights {sorted(raw)} cannot be read: {error}") from error
 
 
-def _part(share: FloatArray, times_ns: IntArray) -> IntArray:
-    part: IntArray = np.floor(share * times_ns).astype(np.int64)
-    return part
-
-
 @dataclass(frozen=True, slots=True)
 class TimeCorrection:
-    """An action's time: scale x its time before + overhead + so much a token and a squared length."""
+    """Coefficients of an action's time: scale x its time before + overhead + terms per token and per squared length."""
 
     scale: float = 1.0
     overhead_ns: float = 0.0
@@ -158,11 +124,11 @@ class TimeCorrection:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if not isinstance(value := getattr(self, name), int | float) or not 0 <= value <= _MOST:
-                raise ConfigError(f"{name} of a correction is {short(value)} but must be a number of 0 to {_MOST:.0f}")
+            if not isinstance(value := getattr(self, name), int | float) or not 0 <= value <= _MAX:
+                raise ConfigError(f"{name} of a correction is {short(value)} but must be a number of 0 to {_MAX:.0f}")
 
     def __call__(self, terms: FloatArray) -> FloatArray:
-        """Times of micro-batches with these `correction_terms`, shape (M,)."""
+        """Return times of micro-batches with these `correction_terms`, shape (M,)."""
         return np.rint(product(terms, astuple(self)))
 
 
@@ -172,17 +138,17 @@ CORRECTED = (*LETTERS, *OF_KIND.values())
 
 
 def times_by_letter(costs: MicroBatchCosts) -> dict[str, IntArray]:
-    """Of each letter of actions, shape (S, M)."""
+    """Return the times of each action kind, shape (S, M)."""
     return {"F": costs.forward_ns, "B": costs.backward_ns, "I": costs.input_ns, "W": costs.weight_ns}
 
 
 def correction_terms(times_ns: IntArray, tokens: IntArray, squares: IntArray) -> FloatArray:
-    """(M, 4): what a `TimeCorrection` has coefficients of."""
+    """Return the (M, 4) terms of which a `TimeCorrection` has coefficients."""
     return np.stack([times_ns, np.ones_like(times_ns), tokens, squares], axis=1).astype(np.float64)
 
 
 def corrected_times(stage: StageCorrections, letter: str, terms: FloatArray, kinds: npt.NDArray[np.str_]) -> FloatArray:
-    """Times of a letter's actions in micro-batches of these kinds of recomputation; a kind's own correction first."""
+    """Return times of actions under these recomputation modes, by a mode's own correction if there is one."""
     times_ns = stage.get(letter, TimeCorrection())(terms)
     for kind in RECOMPUTES:
         if own := stage.get(f"{letter} {kind}"):
@@ -192,61 +158,58 @@ def corrected_times(stage: StageCorrections, letter: str, terms: FloatArray, kin
 
 @dataclass(frozen=True, slots=True)
 class FittedTimes:
-    """Other times of actions: `corrections[s]` has those of stage s by letter (F, B, I, W). Where backwards of one kind
-    of recomputation were measured often enough, it also has corrections by letter and kind ("B full"), which replace
-    those of the letter.
+    """Corrected times of actions: `corrections[s]` has those of stage s by action kind (F, B, I, W). If backwards of
+    one recomputation mode were measured often enough, it also has corrections by kind and mode ("B full"), which
+    replace those of the kind.
 
     Actions without measurements keep their time. A measured I and W also price B, as their sum. A measured B without
-    them also scales W, in proportion. What takes no time goes on taking none, and a shape that cannot run stays so.
-    Bytes and transfers do not change.
+    them also scales W, in proportion. What takes no time still takes none, and a shape that cannot run stays so. Bytes
+    and transfers do not change.
     """
 
     corrections: tuple[StageCorrections, ...]
-
-    kind: ClassVar = "adapted"
 
     def __hash__(self) -> int:
         return hash(tuple(tuple(sorted(stage)) for stage in self.corrections))
 
     def check(self, num_stages: int) -> None:
-        """Errors: ConfigError for other than one mapping a stage, of the names of actions."""
+        """Check that there is one mapping of known actions per stage. Raises ConfigError."""
         if len(self.corrections) != num_stages:
             raise ConfigError(f"{len(self.corrections)} corrections for {num_stages} stages: give one each")
         if unknown := [name for stage in self.corrections for name in stage if name not in CORRECTED]:
             raise ConfigError(f"a correction is of actions {short(unknown[0])}: give one of {', '.join(CORRECTED)}")
 
-    def facts(self, facts: ModelFacts) -> ModelFacts:
-        return facts
-
-    def adjusted(self, before: CostsBefore, work: AdjustedWork, kind: Recompute | None) -> MicroBatchCosts:
-        costs, kinds = before(kind), work.kinds(kind)
+    def adjust(
+        self, costs: MicroBatchCosts, kinds: npt.NDArray[np.str_], tokens: IntArray, squares: IntArray
+    ) -> MicroBatchCosts:
+        """Return adjusted `costs` of micro-batches with these recomputation modes, tokens and squared lengths."""
         times = times_by_letter(costs)
-        forward, backward, weight = (np.array(times[letter]) for letter in "FBW")
-        for s, stage in enumerate(self.corrections):
-            fitted = {
-                letter: corrected_times(
-                    stage, letter, correction_terms(times[letter][s], work.tokens, work.squares), kinds
-                )
-                for letter in LETTERS
-                if letter in stage
-            }
-            if "F" in fitted:
-                forward[s] = fitted["F"]
-            if "I" in fitted and "W" in fitted:
-                backward[s], weight[s] = fitted["I"] + fitted["W"], fitted["W"]
-            elif "B" in fitted:
-                backward[s] = fitted["B"]
-                weight[s] = np.floor(weight[s] / np.maximum(times["B"][s], 1) * fitted["B"])
-        refused = costs.infeasible
-        for new, old in ((forward, times["F"]), (backward, times["B"]), (weight, times["W"])):
-            np.copyto(new, old, where=(old == 0) | refused)
-        return replace(costs, forward_ns=forward, backward_ns=backward, weight_ns=weight)
+        fitted = {
+            letter: np.stack(
+                [
+                    corrected_times(stage, letter, correction_terms(of_stage, tokens, squares), kinds)
+                    for stage, of_stage in zip(self.corrections, times[letter], strict=True)
+                ]
+            ).astype(np.int64)
+            for letter in LETTERS
+        }
+        has_parts, has_whole = (
+            np.array([[{*names} <= {*stage}] for stage in self.corrections]) for names in ("IW", "B")
+        )
+        in_proportion = np.floor(times["W"] / np.maximum(times["B"], 1) * fitted["B"]).astype(np.int64)
+        adjusted: dict[str, Any] = {
+            "forward_ns": fitted["F"],
+            "backward_ns": np.where(has_parts, fitted["I"] + fitted["W"], np.where(has_whole, fitted["B"], times["B"])),
+            "weight_ns": np.where(has_parts, fitted["W"], np.where(has_whole, in_proportion, times["W"])),
+        }
+        for (name, new), letter in zip(adjusted.items(), "FBW", strict=True):
+            adjusted[name] = np.where((times[letter] == 0) | costs.infeasible, times[letter], new)
+        return replace(costs, **adjusted)
 
-    def least(self, before: CostsBefore, kind: Recompute | None) -> MicroBatchCosts:
-        """Times that are nowhere above the adjusted ones, and linear in the times before: scaled by the least factors
-        that apply to a stage. (A stage that is recomputed whole is at least as slow as one that is not at all.)"""
-        costs = before(kind)
-        kinds: tuple[Recompute, ...] = ("none", "stage") if kind == "none" else (kind or "none",)
+    def bound(self, costs: MicroBatchCosts, kind: Recompute) -> MicroBatchCosts:
+        """Return times that never exceed the adjusted ones and are linear in the times before, scaled by the least
+        factors that apply to a stage. (A stage that is recomputed is at least as slow as one that is not.)"""
+        kinds: tuple[Recompute, ...] = ("none", "stage") if kind == "none" else (kind,)
         forward = [stage["F"].scale if "F" in stage else 1.0 for stage in self.corrections]
         backward = [min(_backward_scale(stage, one) for one in kinds) for stage in self.corrections]
         factors = {"forward_ns": forward, "backward_ns": backward, "weight_ns": backward}
@@ -256,17 +219,9 @@ class FittedTimes:
         }
         return replace(costs, **scaled).refusing(costs.infeasible)
 
-    def error_ns(self, before_ns: float) -> float:
-        """What rounding changes at most, of F and B of one micro-batch on one stage."""
-        return 2 * max(1.0, *self._scales) * before_ns + 4
-
     @property
-    def least_scale(self) -> float:
-        """What an action's time before is multiplied with at least."""
-        return min(1.0, *self._scales)
-
-    @property
-    def _scales(self) -> list[float]:
+    def scales(self) -> list[float]:
+        """The factors of all corrections, and 1 for what has none."""
         return [1.0, *(correction.scale for stage in self.corrections for correction in stage.values())]
 
     def to_json(self) -> dict[str, Any]:
@@ -283,69 +238,34 @@ class FittedTimes:
 
 
 def _backward_scale(stage: StageCorrections, kind: Recompute) -> float:
-    """The least factor by which the corrections of a stage change B, I and W of micro-batches recomputed so."""
-
-    def scale(letter: str) -> float:
-        return stage.get(f"{letter} {kind}", stage[letter]).scale
-
-    if "I" in stage and "W" in stage:
-        return min(scale("I"), scale("W"))
-    return scale("B") if "B" in stage else 1.0
+    """Return the least factor by which the corrections of a stage change B, I and W under a recomputation mode."""
+    letters = "IW" if "I" in stage and "W" in stage else "B" if "B" in stage else ""
+    return min((stage.get(f"{letter} {kind}", stage[letter]).scale for letter in letters), default=1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardsAlone:
-    """No backward follows: B and W take no time, and nothing is stored from F on.
-
-    Static bytes stay, since gradients and optimizer states lie in memory while a training run is evaluated. The working
-    bytes of F are at most those that the forward of a training step stores and needs in addition, without recomputation
-    or under full recomputation, whichever is less: a forward without gradients keeps nothing that either of these
-    drops. Micro-batches ask for no recomputation, and there are no pieces of long samples.
-    """
-
-    kind: ClassVar = "forwards"
-
-    def check(self, num_stages: int) -> None:
-        """Any number of stages has forwards."""
-
-    def facts(self, facts: ModelFacts) -> ModelFacts:
-        return replace(facts, prices_pieces=False, forwards_alone=True)
-
-    def adjusted(self, before: CostsBefore, work: AdjustedWork, kind: Recompute | None) -> MicroBatchCosts:
-        """Errors: PlanError for micro-batches that ask for recomputation."""
-        if (recomputed := work.kinds(kind)[work.kinds(kind) != "none"]).size:
-            raise PlanError(
-                f"a micro-batch asks for recompute {str(recomputed[0])!r} but forwards alone have nothing to recompute:"
-                ' give "none"'
-            )
-        alone, full = before(kind).forwards(), before("full").forwards()
-        return replace(alone, working_bytes=np.minimum(alone.working_bytes, full.working_bytes))
-
-    def to_json(self) -> dict[str, Any]:
-        return {}
-
-
-Adjustment = FrozenWeights | FittedTimes | ForwardsAlone
-_ORDER: tuple[type[Adjustment], ...] = get_args(Adjustment)
-OneKind = TypeVar("OneKind", FrozenWeights, FittedTimes)
+ADJUSTMENTS = ("frozen", "adapted", "forwards")  # their kinds in JSON, in the order in which they apply
 
 
 @dataclass(frozen=True, slots=True)
 class AdjustedCosts(CostModel):
-    """The costs of `prices` after `adjustments`, one of each kind at most, in the order of `Adjustment`.
+    """The costs of `prices` after adjustments; `adjust` makes them.
 
-    `adjusted` makes them. Fitted times and trained shares are those of the stages that they were made for.
+    With `forward_only` no backward follows: B and W take no time, and nothing is stored from F on. Static bytes stay,
+    since gradients and optimizer states are in memory while a training run is evaluated. The working bytes of F are at
+    most those that the forward of a training step stores and needs in addition, without recomputation or under full
+    recomputation, whichever is less: a forward without gradients keeps nothing that either of these drops.
     """
 
     prices: CostModel
-    adjustments: tuple[Adjustment, ...]
+    frozen: FrozenWeights | None = None
+    fitted: FittedTimes | None = None
+    forward_only: bool = False
 
     def __post_init__(self) -> None:
-        places = [_ORDER.index(type(one)) for one in self.adjustments]
-        assert places == sorted(set(places)), self.adjustments
-        assert not isinstance(self.prices, AdjustedCosts), "adjust by `adjusted`"
-        for one in self.adjustments:
-            one.check(self.prices.num_stages)
+        assert not isinstance(self.prices, AdjustedCosts), "adjust by `adjust`"
+        for one in (self.frozen, self.fitted):
+            if one:
+                one.check(self.prices.num_stages)
 
     @property
     def num_stages(self) -> int:
@@ -354,46 +274,55 @@ class AdjustedCosts(CostModel):
     @property
     def facts(self) -> ModelFacts:
         facts = self.prices.facts
-        for one in self.adjustments:
-            facts = one.facts(facts)
-        return facts
+        return replace(facts, prices_pieces=False, forwards_alone=True) if self.forward_only else facts
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
         return self.prices.explain_refusal(micro_batch)
 
     def price(self, features: Features) -> MicroBatchCosts:
-        """Raises PlanError for what an adjustment does not allow."""
+        """Raises PlanError for micro-batches that an adjustment does not allow."""
+        recompute, cp_degree = features.recompute, self.prices.facts.width
+        tokens, squares = -(-features.tokens // cp_degree), -(-features.squares // cp_degree)  # of one rank
 
-        def before(kind: Recompute | None) -> MicroBatchCosts:
-            return self.prices.price(features if kind is None else features.with_recompute(kind))
+        def under(kind: Recompute | None) -> MicroBatchCosts:
+            """Price the micro-batches as they are recomputed (None), or all by one mode."""
+            costs = self.prices.price(features if kind is None else features.with_recompute(kind))
+            kinds = recompute if kind is None else np.full(recompute.shape, kind)
+            if self.frozen:
+                plain = costs if (kinds == "none").all() else self.prices.price(features.with_recompute("none"))
+                costs = self.frozen.adjust(costs, plain, kinds, tokens)
+            return self.fitted.adjust(costs, kinds, tokens, squares) if self.fitted else costs
 
-        width = self.prices.facts.width
-        work = AdjustedWork(-(-features.tokens // width), -(-features.squares // width), features.recompute)
-        for one in self.adjustments:
-            before = partial(one.adjusted, before, work)
-        return before(None)
+        if not self.forward_only:
+            return under(None)
+        if (recomputed := recompute[recompute != "none"]).size:
+            raise PlanError(
+                f"a micro-batch asks for recompute {str(recomputed[0])!r} but forwards alone have nothing to recompute:"
+                ' give "none"'
+            )
+        costs, full = under(None).forwards(), under("full").forwards()
+        return replace(costs, working_bytes=np.minimum(costs.working_bytes, full.working_bytes))
 
     def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
-        """For bounds over all plans of training; None for forwards alone, and where `prices` have none.
+        """Return the lower bound of training, for bounds over all plans; None for forward-only costs, and if `prices`
+        have none.
 
-        Grown times: as adjusted, the least of all kinds of recomputation; None where fitted times would turn the time
-        of a short sample from nothing into something. Measured points: `least` of each adjustment.
+        Growing times are adjusted, the least of all recomputation modes; None if fitted times would turn the time of a
+        short sample from nothing into something. Measured points have the `bound` of each adjustment.
         """
-        if self.facts.forwards_alone:
-            return None
-        at_points = LeastTimes(self.prices, self.adjustments)
-        floor = self.prices.floor(stage_ranks, split=split, least=least or at_points)
+        at_points = LowestTimes(self)
+        floor = None if self.forward_only else self.prices.floor(stage_ranks, split=split, least=least or at_points)
         if floor is None:
             return None
-        error_ns = floor.error_ns
-        for one in self.adjustments:
-            error_ns = one.error_ns(error_ns) if not isinstance(one, ForwardsAlone) else error_ns
+        # Rounding changes this much at most, of F and B of one micro-batch on one stage.
+        error_ns = floor.error_ns + (1 if self.frozen else 0)
+        scales = self.fitted.scales if self.fitted else [1.0]
+        error_ns = 2 * max(scales) * error_ns + 4 if self.fitted else error_ns
         if not isinstance(floor, GrowingTimes):
-            return replace(floor, error_ns=error_ns, attended_ns=self._least_attended_ns(floor.attended_ns))
+            attended_ns = floor.attended_ns and tuple(min(scales) * ns for ns in floor.attended_ns)
+            return replace(floor, error_ns=error_ns, attended_ns=attended_ns)
         token = self.prices.evaluate_shapes([1], [1])
-        if any(isinstance(one, FittedTimes) for one in self.adjustments) and not (
-            token.forward_ns.all() and token.backward_ns.all()
-        ):
+        if self.fitted and not (token.forward_ns.all() and token.backward_ns.all()):
             return None
         return growing_times(
             self,
@@ -404,28 +333,21 @@ class AdjustedCosts(CostModel):
             error_ns=error_ns,
         )
 
-    def _least_attended_ns(self, attended_ns: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        """What positions of pieces take at least for those before them, after a fit."""
-        fitted = fitted_times(self)
-        if fitted is None or attended_ns is None:
-            return attended_ns
-        return tuple(fitted.least_scale * one_ns for one_ns in attended_ns)
-
     def over(self, topology: Topology | None) -> tuple[CostModel, Topology]:
-        """Over the same stages, with any number of replicas. Over other stages fitted times are left out.
+        """Return the costs over the same stages with any number of replicas, or over other stages without fitted times.
 
-        Errors: ConfigError for trained shares over other stages.
+        Raises ConfigError for trained shares over other stages.
         """
         own_prices, before = self.prices.over(None)
         prices, topology = self.prices.over(topology or before)
         if prices is own_prices or replace(topology, dp=1, width=1) == replace(before, dp=1, width=1):
             return replace(self, prices=prices), topology
-        if any(isinstance(one, FrozenWeights) for one in self.adjustments):
+        if self.frozen:
             raise ConfigError(
                 f"these costs of frozen weights are of {self.num_stages} stages, {before}, and cannot be placed"
                 f" over {topology}: give that topology, or the costs before adapters"
             )
-        return _with(prices, [one for one in self.adjustments if not isinstance(one, FittedTimes)]), topology
+        return adjust(prices, forward_only=self.forward_only), topology
 
     def at_width(self, width: int) -> AdjustedCosts:
         return replace(self, prices=self.prices.at_width(width))
@@ -436,64 +358,60 @@ class AdjustedCosts(CostModel):
     def with_exact_sums(self, value_bytes: int) -> AdjustedCosts:
         return replace(self, prices=self.prices.with_exact_sums(value_bytes))
 
+    def _described(self) -> list[dict[str, Any]]:
+        """Describe each adjustment, the first one first."""
+        fields = [one.to_json() if one else None for one in (self.frozen, self.fitted)]
+        fields += [{} if self.forward_only else None]
+        return [{"kind": kind, **own} for kind, own in zip(ADJUSTMENTS, fields, strict=True) if own is not None]
+
     def to_json(self) -> dict[str, Any] | None:
-        """Each adjustment around what it adjusts, its "base"."""
+        """Return each adjustment as JSON around what it adjusts, its "base"."""
         raw = self.prices.to_json()
-        for one in self.adjustments:
-            raw = None if raw is None else {"kind": one.kind, "base": raw, **one.to_json()}
+        for one in self._described():
+            raw = None if raw is None else {**one, "base": raw}
         return raw
 
     def fingerprint(self) -> str:
         hashed = self.prices.fingerprint()
-        for one in self.adjustments:
-            hashed = fingerprint({"kind": one.kind, "base": hashed, **one.to_json()})
+        for one in self._described():
+            hashed = fingerprint({**one, "base": hashed})
         return hashed
 
 
-def adjusted(costs: CostModel, adjustment: Adjustment) -> AdjustedCosts:
-    """The costs with one more adjustment, in place of the one of its kind that they may have."""
-    prices, others = costs, tuple[Adjustment, ...]()
-    if isinstance(costs, AdjustedCosts):
-        prices, others = costs.prices, tuple(one for one in costs.adjustments if type(one) is not type(adjustment))
-    return AdjustedCosts(prices, tuple(sorted((*others, adjustment), key=lambda one: _ORDER.index(type(one)))))
-
-
-def without(costs: CostModel, kind: type[Adjustment]) -> CostModel:
-    """The costs before the adjustment of a kind; the same ones where there is none."""
-    if not isinstance(costs, AdjustedCosts) or not any(isinstance(one, kind) for one in costs.adjustments):
+def adjust(costs: CostModel, **changes: Any) -> CostModel:
+    """Return the costs with other adjustments: `frozen`, `fitted`, `forward_only`; None or False removes one."""
+    before = costs if isinstance(costs, AdjustedCosts) else AdjustedCosts(costs)
+    after = replace(before, **changes)
+    if after == before:
         return costs
-    return _with(costs.prices, [one for one in costs.adjustments if not isinstance(one, kind)])
+    return after if after.frozen or after.fitted or after.forward_only else after.prices
+
+
+def adjustment_from_json(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the argument of `adjust` for JSON of one of `ADJUSTMENTS`."""
+    match raw["kind"]:
+        case "frozen":
+            return {"frozen": FrozenWeights.from_json(raw)}
+        case "adapted":
+            return {"fitted": FittedTimes.from_json(raw)}
+        case _:
+            return {"forward_only": True}
 
 
 def fitted_times(costs: CostModel) -> FittedTimes | None:
-    """The times that were fitted to these costs; None before a fit."""
-    return _adjustment(costs, FittedTimes)
-
-
-def frozen_weights(costs: CostModel) -> FrozenWeights | None:
-    """What of the weights does not train; None where all do."""
-    return _adjustment(costs, FrozenWeights)
-
-
-def _adjustment(costs: CostModel, kind: type[OneKind]) -> OneKind | None:
-    adjustments = costs.adjustments if isinstance(costs, AdjustedCosts) else ()
-    return next((one for one in adjustments if isinstance(one, kind)), None)
-
-
-def _with(prices: CostModel, adjustments: Sequence[Adjustment]) -> CostModel:
-    return AdjustedCosts(prices, tuple(adjustments)) if adjustments else prices
+    """Return the times that were fitted to these costs; None before a fit."""
+    return costs.fitted if isinstance(costs, AdjustedCosts) else None
 
 
 @dataclass(frozen=True, slots=True)
-class LeastTimes:
-    """Prices of shapes by the `least` of each adjustment."""
+class LowestTimes:
+    """Prices of shapes by the `bound` of each adjustment."""
 
-    prices: CostModel
-    adjustments: tuple[Adjustment, ...]
+    costs: AdjustedCosts
 
     @property
     def num_stages(self) -> int:
-        return self.prices.num_stages
+        return self.costs.num_stages
 
     def evaluate_shapes(
         self,
@@ -502,10 +420,8 @@ class LeastTimes:
         decoder_len: npt.ArrayLike = 0,
         recompute: Recompute = "none",
     ) -> MicroBatchCosts:
-        def before(kind: Recompute | None) -> MicroBatchCosts:
-            return self.prices.evaluate_shapes(rows, encoder_len, decoder_len, kind or recompute)
-
-        for one in self.adjustments:
-            if not isinstance(one, ForwardsAlone):
-                before = partial(one.least, before)
-        return before(recompute)
+        prices, frozen, fitted = self.costs.prices, self.costs.frozen, self.costs.fitted
+        costs = prices.evaluate_shapes(rows, encoder_len, decoder_len, recompute)
+        if frozen:
+            costs = frozen.bound(costs, prices.evaluate_shapes(rows, encoder_len, decoder_len, "none"))
+        return fitted.bound(costs, recompute) if fitted else costs

@@ -13,11 +13,10 @@ from dynapipe_ext.costs.adjustments import (
     CORRECTED,
     LETTERS,
     OF_KIND,
-    AdjustedCosts,
     FittedTimes,
     StageCorrections,
     TimeCorrection,
-    adjusted,
+    adjust,
     corrected_times,
     correction_terms,
     fitted_times,
@@ -47,7 +46,7 @@ class MeasuredAction:
     measured_ns: int
 
 
-def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> AdjustedCosts:
+def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> CostModel:
     """The costs with the times of measured actions, stage by stage and letter by letter.
 
     A correction that the costs have and that was not measured this time stays.
@@ -64,7 +63,7 @@ def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> AdjustedCo
     corrections = tuple(
         {**stage, **{name: fits[s, name] for name in CORRECTED if (s, name) in fits}} for s, stage in enumerate(before)
     )
-    return adjusted(costs, FittedTimes(corrections))
+    return adjust(costs, fitted=FittedTimes(corrections))
 
 
 def prediction_error(times: FittedTimes, actions: Sequence[MeasuredAction]) -> tuple[float, float]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.costs.adjustments import FittedTimes, ForwardsAlone, FrozenWeights, adjusted
+from dynapipe_ext.costs.adjustments import ADJUSTMENTS, adjust, adjustment_from_json
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts, as_cost_model
@@ -37,24 +37,13 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
     """The cost model that `cost_model_to_json` or `run_costs_to_json` wrote."""
     raw = {key: value for key, value in raw.items() if key != _NUM_CORES}
     match raw.get("kind"):
-        case "forwards":
-            return adjusted(_base_of(raw, "forwards alone", ("forwards",)), ForwardsAlone())
-        case "adapted":
-            base = _base_of(raw, "fitted times", ("adapted", "forwards"))
-            return adjusted(base, FittedTimes.from_json(raw))
-        case "frozen":
-            base = _base_of(raw, "frozen weights", ("frozen", "adapted", "forwards"))
-            return adjusted(base, FrozenWeights.from_json(raw))
+        case str() as kind if kind in ADJUSTMENTS:
+            base = raw.get("base")
+            if not isinstance(base, Mapping) or base.get("kind") in ADJUSTMENTS[ADJUSTMENTS.index(kind) :]:
+                raise DataError(f"{kind} costs have the base {short(base)}, not a cost model: write them again")
+            return adjust(cost_model_from_json(base), **adjustment_from_json(raw))
         case _:
             return _prices_from_json(raw)
-
-
-def _base_of(raw: Mapping[str, Any], what: str, refused: Sequence[str]) -> CostModel:
-    """What an adjustment is around. Errors: DataError where that is no cost model, or has that adjustment already."""
-    base = raw.get("base")
-    if not isinstance(base, Mapping) or base.get("kind") in refused:
-        raise DataError(f"costs of {what} have the base {short(base)}, not a cost model: write them again")
-    return cost_model_from_json(base)
 
 
 def run_costs_to_json(model: CostModel, num_cores: int | None) -> dict[str, Any]:

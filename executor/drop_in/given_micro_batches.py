@@ -9,7 +9,7 @@ from typing import Any
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
+from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import check_same_plans
@@ -96,7 +96,7 @@ class GivenPlanner:
             MicroBatch(tuple(islice(rows, count)), recompute=recompute) for count, _ in self.given.shapes
         )
         costs_of = self.pipeline.costs
-        model = adjusted(costs_of, ForwardsAlone()) if self.given.forward_only else costs_of
+        model = adjust(costs_of, forward_only=True) if self.given.forward_only else costs_of
         costs = model.evaluate(micro_batches)
         return plan_of_schedule(self._scheduled(costs, reserve_bytes), micro_batches, costs, step=step)
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, ReplicaPlan
 from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary
-from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
+from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, VerificationError
 from dynapipe_ext.executor.proven_step import prove
@@ -104,7 +104,7 @@ def _step_plan(
     predictions = tuple(
         Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=peaks, bubble_ratio=0.0) for peaks in peak_bytes
     )
-    costs = adjusted(costs, ForwardsAlone()) if plan.forward_only else costs
+    costs = adjust(costs, forward_only=True) if plan.forward_only else costs
     priced = replica_costs(costs, [replica.micro_batches for replica in replicas])
     batch = GlobalBatchPlan(step=0, replicas=tuple(replicas), width=plan.topology.width)
     return StepPlan(batch, tuple(schedules), predictions, priced)

@@ -31,7 +31,7 @@ from dynapipe_ext.batch.topology import (
 )
 from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, refuse_spread, spread_vocabulary
 from dynapipe_ext.costs.adapters import adapter_costs, with_idle_weights
-from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
+from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
@@ -425,7 +425,7 @@ def _bytes_alone(
     """
     plan, topology = config.plan, topology_of(config)
     costs = trained_costs(config, costs, topology)
-    costs = adjusted(costs, ForwardsAlone()) if forwards_alone else costs
+    costs = adjust(costs, forward_only=True) if forwards_alone else costs
     needs: list[tuple[int, int]] = []
     refusal: PlanError | None = None
     for kind in planned_kinds(config, costs):

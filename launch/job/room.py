@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import LengthArray, MicroBatch, SampleLength, sample_lengths
-from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
+from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import ConfigError, LowMemoryError, PlanError, format_bytes
 from dynapipe_ext.executor.free_memory import Room, usable_bytes
@@ -159,7 +159,7 @@ def _need(config: TrainConfig, load: _Load, *, has_devices: bool) -> _Need:
     on_host = trained_costs(config, kept_on_host(counted_costs), topology)
     costs = trained_costs(config, counted_costs, topology) if has_devices else on_host
     if load.forwards_alone:
-        on_host, costs = adjusted(on_host, ForwardsAlone()), adjusted(costs, ForwardsAlone())
+        on_host, costs = adjust(on_host, forward_only=True), adjust(costs, forward_only=True)
     if architecture.num_decoder_layers:
         sample = replace(sample, decoder=max(1, sample.decoder))
     of_ranks = [list(topology.stages_of(rank)) for rank in range(topology.pp)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.batch.micro_batches import round_up
-from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, fitted_times, without
+from dynapipe_ext.costs.adjustments import adjust, fitted_times
 from dynapipe_ext.costs.analytic import MeasuredAdapters
 from dynapipe_ext.costs.interchange import read_cost_file, run_costs_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -108,17 +108,17 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
         where, on_host = config.plan.costs or "the checkpoint", _is_on_host(config)
         costs_of_file = None
         if config.plan.costs:
-            file_costs = without(read_cost_file(config.plan.costs), FrozenWeights)  # the settings say what trains
+            file_costs = adjust(read_cost_file(config.plan.costs), frozen=None)  # the settings say what trains
             refuse_table_of_other_model(file_costs, config, architecture, config.plan.costs)
             costs_of_file = costs_of_settings(config, file_costs, where, vocab_size=vocab_size, on_host=on_host)
         if saved is None or (costs_of_file is not None and not fitted_times(saved)):
             assert costs_of_file is not None
             return costs_of_file
-        counted_anew = without(saved, FrozenWeights)  # of what trains: by the settings
+        counted_anew = adjust(saved, frozen=None)  # of what trains: by the settings
         placed = costs_of_settings(config, counted_anew, where, vocab_size=vocab_size, on_host=on_host)
         if fitted_times(saved) and not fitted_times(placed):
             print("the costs that the run has fitted are of other stages: it starts from those before", file=sys.stderr)
-        is_fitted_to_file = bool(fitted_times(placed)) and costs_of_file == without(placed, FittedTimes)
+        is_fitted_to_file = bool(fitted_times(placed)) and costs_of_file == adjust(placed, fitted=None)
         return placed if costs_of_file is None or is_fitted_to_file else costs_of_file
     warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.measuring.rate import measure_rate, measure_stored

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, Vocabulary
 from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, spread_vocabulary
-from dynapipe_ext.costs.adjustments import FittedTimes, without
+from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
@@ -187,7 +187,7 @@ def placed_planning(
     if "auto" not in (config.placement, config.topology.vocabulary):
         named_config = replace(config, topology=replace(config.topology, placement=config.placement))
         return replace(planning, config=named_config), ()
-    comparable = replace(planning, costs=without(planning.costs, FittedTimes))
+    comparable = replace(planning, costs=adjust(planning.costs, fitted=None))
     trials = placement_trials(
         planning.topology,
         lambda topology: comparable.over(topology).planner,

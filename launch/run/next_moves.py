@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dynapipe_ext.batch.micro_batches import LengthArray, SampleLength, sample_lengths
-from dynapipe_ext.costs.adjustments import FittedTimes, without
+from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.events import StepDone
@@ -116,7 +116,7 @@ def _seconds_a_token(
         refuse_settings(config, compare=False)
         refuse_pieces(config, job.data, compare=False)
         priced = costs_of_settings(
-            config, without(costs, FittedTimes), "the run", vocab_size=job.data.whole.vocab_size, on_host=False
+            config, adjust(costs, fitted=None), "the run", vocab_size=job.data.whole.vocab_size, on_host=False
         )
         planner = make_planner(config, priced, job.planning.num_cores)
         makespans_s = [prove_step(planner, samples, step=0).step_plan.makespan_s for samples in joined]

@@ -29,7 +29,7 @@ from plans import placed, planner_of
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, count_positions, sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
-from dynapipe_ext.costs.adjustments import FrozenWeights, adjusted, times_by_letter
+from dynapipe_ext.costs.adjustments import FrozenWeights, adjust, times_by_letter
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times
@@ -156,7 +156,7 @@ def counted(shared: Path) -> Iterator[tuple[str, Callable[[], str]]]:
             ("zero 2", replace(dense, zero_stage=2)),
             ("zero 3", replace(dense, zero_stage=3)),
             ("unfused", replace(dense, flash=False)),
-            ("frozen", adjusted(dense, FrozenWeights((0.1,) * topology.num_stages))),
+            ("frozen", adjust(dense, frozen=FrozenWeights((0.1,) * topology.num_stages))),
             ("fitted", fit_times(dense, fitted_actions(dense, topology.num_stages))),
         ):
             for layout in ("padded", "packed"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
-from dynapipe_ext.costs.adjustments import FittedTimes, ForwardsAlone, FrozenWeights, TimeCorrection, adjusted
+from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, TimeCorrection, adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts, UserCosts
@@ -387,9 +387,9 @@ def test_no_plan_beats_the_batch_bound_of_frozen_weights_or_fitted_times(
         "table": replace(table(Topology(pp=2), seed=seed, missing=0.1 * (seed % 2)), split_w=(seed % 11) / 10),
     }[base]
     if frozen is not None:
-        costs = adjusted(costs, FrozenWeights((frozen, 0.5)))
+        costs = adjust(costs, frozen=FrozenWeights((frozen, 0.5)))
     if fits:
-        costs = adjusted(costs, corrections(seed, 2))
+        costs = adjust(costs, fitted=corrections(seed, 2))
     lengths = [(3, 0), (17, 0), (30, 0)][: 2 if split else 3]
     layouts: tuple[Layout, ...] = ("padded", "packed") if packed else ("padded",)
     kinds: tuple[Recompute, ...] = ("none", "full", "stage")
@@ -406,7 +406,7 @@ def test_no_plan_beats_the_batch_bound_of_frozen_weights_or_fitted_times(
 @pytest.mark.parametrize("packed", [False, True])
 def test_times_fitted_without_any_scale_bound_nothing_and_break_nothing(packed: bool) -> None:
     constant = FittedTimes(({name: TimeCorrection(0.0, overhead_ns=9e6) for name in "FB"},) * 2)
-    costs = adjusted(table(Topology(pp=2), seed=0, missing=0.0), constant)
+    costs = adjust(table(Topology(pp=2), seed=0, missing=0.0), fitted=constant)
     assert 0 <= bound_ns(costs, [(3, 0), (17, 0)], stages=(0, 1), dp=1, split=False, packed=packed) <= 10**9
 
 
@@ -421,10 +421,8 @@ def test_the_batch_bound_is_reached_where_one_micro_batch_is_best() -> None:
 def test_there_is_no_batch_bound_of_an_unknown_model_or_of_a_sample_that_cannot_run() -> None:
     unknown = UserCosts(TokenCosts(1))
     assert batch_floor(unknown, samples_of([(1, 0)]), (0,), split=False, packed=False) is None
-    assert (
-        batch_floor(adjusted(TokenCosts(1), ForwardsAlone()), samples_of([(1, 0)]), (0,), split=False, packed=False)
-        is None
-    )
+    forwards = adjust(TokenCosts(1), forward_only=True)
+    assert batch_floor(forwards, samples_of([(1, 0)]), (0,), split=False, packed=False) is None
     assert batch_floor(TokenCosts(1), samples_of([]), (0,), split=False, packed=False) is None
     assert batch_floor(table(Topology(), seed=0), samples_of([(65, 0)]), (0,), split=False, packed=False) is None
     analytic = AnalyticCosts(SHAPE, Topology())

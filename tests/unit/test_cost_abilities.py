@@ -93,7 +93,7 @@ def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
 
 def test_costs_that_were_fitted_recount_what_they_were_fitted_to() -> None:
     counted = AnalyticCosts(GPT, Topology(pp=2))
-    fitted = AdjustedCosts(counted, (FittedTimes(({"F": TimeCorrection(2.0)}, {})),))
+    fitted = AdjustedCosts(counted, fitted=FittedTimes(({"F": TimeCorrection(2.0)}, {})))
     again = fitted.recounted(lambda costs: replace(costs, split_backward=True))
     assert again == replace(fitted, prices=replace(counted, split_backward=True))
 

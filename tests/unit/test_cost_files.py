@@ -16,7 +16,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.adjustments import FittedTimes, TimeCorrection, adjusted
+from dynapipe_ext.costs.adjustments import FittedTimes, TimeCorrection, adjust
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -29,7 +29,7 @@ ODD = (None, -1, 0, 1.5, True, "x", math.nan, math.inf, 1e30, 10**30, [], {}, _G
 PRICED: dict[str, CostModel] = {
     **{name: MODELS[name] for name in ("counted", "tokens", "pairs")},
     "measured": table(),
-    "fitted": adjusted(MODELS["tokens"], FittedTimes(({"F": TimeCorrection(2.0)},) * 3)),
+    "fitted": adjust(MODELS["tokens"], fitted=FittedTimes(({"F": TimeCorrection(2.0)},) * 3)),
 }
 
 

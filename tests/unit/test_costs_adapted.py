@@ -14,13 +14,11 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adjustments import (
     AdjustedCosts,
     FittedTimes,
-    ForwardsAlone,
     FrozenWeights,
     TimeCorrection,
-    adjusted,
+    adjust,
     fitted_times,
     times_by_letter,
-    without,
 )
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_error
@@ -55,7 +53,7 @@ def measured(
     costs: CostModel, right: CostModel, micro_batches: list[MicroBatch], *, letters: str, noise: float = 0.0
 ) -> list[MeasuredAction]:
     """What a step of `micro_batches`, planned with `costs`, has taken where `right` is the truth."""
-    base = without(costs, FittedTimes)
+    base = adjust(costs, fitted=None)
     tables = [times_by_letter(model.evaluate(micro_batches)) for model in (base, costs, right)]
     draw = np.random.default_rng(1)
     return [
@@ -99,8 +97,10 @@ def test_costs_are_fitted_where_they_are_far_off_and_the_fit_is_much_closer_and_
     assert errors.error_after < 0.1
     assert fitted_costs(measured(costs, RIGHT, batches(3), letters="FB", noise=0.1), costs) is None
     again = fit_times(costs, measured(costs, RIGHT, batches(3), letters="FB"))
+    assert isinstance(again, AdjustedCosts)
+    assert again.fitted
     assert again.prices is wrong  # a fit of a fit would keep the errors of both
-    assert prediction_error(again.adjustments[0], measured(again, RIGHT, batches(4), letters="FB"))[0] < 1e-3
+    assert prediction_error(again.fitted, measured(again, RIGHT, batches(4), letters="FB"))[0] < 1e-3
     doubled = replace(RIGHT, ns_per_token=1_100)  # nearly right
     assert fitted_costs(measured(doubled, RIGHT, seen, letters="FB"), doubled) is None
     assert fitted_costs([], wrong) is None
@@ -117,7 +117,9 @@ def test_noise_alone_makes_no_terms_of_its_own() -> None:
 
 
 def test_shapes_cost_what_their_micro_batches_do_and_what_cannot_be_stays_so() -> None:
-    costs = adjusted(RIGHT, FittedTimes(({"F": TimeCorrection(2.0, 5, 3, 0.5), "B": TimeCorrection(0.5)}, {}, {}, {})))
+    costs = adjust(
+        RIGHT, fitted=FittedTimes(({"F": TimeCorrection(2.0, 5, 3, 0.5), "B": TimeCorrection(0.5)}, {}, {}, {}))
+    )
     for recompute in RECOMPUTES:
         one = costs.evaluate([MicroBatch(tuple(SampleLength(i, 40) for i in range(3)), recompute=recompute)])
         shape = costs.evaluate_shapes(np.array([3]), np.array([40]), 0, recompute)
@@ -135,21 +137,21 @@ def test_shapes_cost_what_their_micro_batches_do_and_what_cannot_be_stays_so() -
             of = RIGHT.price(features)
             return replace(of, **{n: np.full_like(getattr(of, n), INFEASIBLE) for n in ("forward_ns", "backward_ns")})
 
-    never = AdjustedCosts(Short(), costs.adjustments).evaluate_shapes([1, 2], 8)  # type: ignore[arg-type]
+    never = AdjustedCosts(Short(), fitted=fitted_times(costs)).evaluate_shapes([1, 2], 8)  # type: ignore[arg-type]
     assert (never.forward_ns == INFEASIBLE).all()
     assert (never.backward_ns == INFEASIBLE).all()
 
 
 def test_fitted_times_are_of_their_stages_with_any_number_of_replicas() -> None:
     counted = AnalyticCosts(preset("llama-2-7b"), Topology(tp=2, pp=4).with_layers(32), flops_per_s=1e14)
-    costs = adjusted(counted, FittedTimes(({"F": TimeCorrection(2.0)},) * 4))
+    costs = adjust(counted, fitted=FittedTimes(({"F": TimeCorrection(2.0)},) * 4))
     wider, _ = costs.over(Topology(tp=2, pp=4, dp=8).with_layers(32))
     assert isinstance(wider, AdjustedCosts)
-    assert wider.adjustments == costs.adjustments
+    assert wider.fitted == fitted_times(costs)
     assert wider.prices == counted.over(Topology(tp=2, pp=4, dp=8).with_layers(32))[0]
     for other in (Topology(tp=2, pp=8), Topology(tp=1, pp=4), Topology(tp=2, pp=4, layers_per_stage=(7, 9, 8, 8))):
         assert isinstance(costs.over(other.with_layers(32))[0], AnalyticCosts)
-    of_tokens = adjusted(RIGHT, FittedTimes(({},) * 4))  # which price stages wherever they are
+    of_tokens = adjust(RIGHT, fitted=FittedTimes(({},) * 4))  # which price stages wherever they are
     assert of_tokens.over(Topology(pp=4, dp=2, layers_per_stage=(1, 1, 1, 1)))[0] == of_tokens
 
 
@@ -157,16 +159,16 @@ def test_they_survive_json_with_every_bit() -> None:
     costs = fit_times(WRONG["without an overhead"], measured(RIGHT, RIGHT, batches(0), letters="FIW", noise=0.3))
     again = cost_model_from_json(json.loads(json.dumps(cost_model_to_json(costs))))
     assert again == costs
-    assert again.fingerprint() == costs.fingerprint() != costs.prices.fingerprint()
+    assert again.fingerprint() == costs.fingerprint() != adjust(costs, fitted=None).fingerprint()
 
 
 @pytest.mark.parametrize(
     ("error", "make", "says"),
     [
-        (ConfigError, lambda: adjusted(RIGHT, FittedTimes(({},))), "1 corrections for 4 stages"),
+        (ConfigError, lambda: adjust(RIGHT, fitted=FittedTimes(({},))), "1 corrections for 4 stages"),
         (
             ConfigError,
-            lambda: adjusted(RIGHT, FittedTimes(({"X": TimeCorrection()}, {}, {}, {}))),
+            lambda: adjust(RIGHT, fitted=FittedTimes(({"X": TimeCorrection()}, {}, {}, {}))),
             "of actions 'X': give one of F, B, I, W, B none",
         ),
         (ConfigError, lambda: TimeCorrection(-1.0), r"scale of a correction is -1\.0 but must be a number of 0 to"),
@@ -187,11 +189,12 @@ def test_what_is_no_correction_is_refused(error: type[Exception], make: Any, say
 def test_adjustments_are_one_list_in_one_order_and_a_second_of_a_kind_takes_the_place_of_the_first() -> None:
     """As in a resumed run of adapters that had fitted its times: weights are frozen once."""
     times, weights = FittedTimes(({"B": TimeCorrection(2.0)},) * 4), FrozenWeights((0.1,) * 4)
-    both = AdjustedCosts(RIGHT, (weights, times))
-    assert adjusted(adjusted(RIGHT, times), weights) == adjusted(adjusted(RIGHT, weights), times) == both
-    assert adjusted(both, weights) == both
-    assert without(both, FittedTimes) == adjusted(RIGHT, weights)
-    forwards = adjusted(both, ForwardsAlone())
+    both = AdjustedCosts(RIGHT, weights, times)
+    assert adjust(adjust(RIGHT, fitted=times), frozen=weights) == both
+    assert adjust(adjust(RIGHT, frozen=weights), fitted=times) == both
+    assert adjust(both, frozen=weights) == both
+    assert adjust(both, fitted=None) == adjust(RIGHT, frozen=weights)
+    forwards = adjust(both, forward_only=True)
     assert cost_model_from_json(json.loads(json.dumps(cost_model_to_json(forwards)))) == forwards
     nested = cost_model_to_json(forwards)
     assert [nested["kind"], nested["base"]["kind"], nested["base"]["base"]["kind"]] == ["forwards", "adapted", "frozen"]
@@ -199,10 +202,10 @@ def test_adjustments_are_one_list_in_one_order_and_a_second_of_a_kind_takes_the_
 
 def test_trained_shares_stay_with_their_stages() -> None:
     counted = AnalyticCosts(preset("llama-2-7b"), Topology(pp=4).with_layers(32))
-    frozen = adjusted(counted, FrozenWeights((0.1,) * 4))
+    frozen = adjust(counted, frozen=FrozenWeights((0.1,) * 4))
     wider, _ = frozen.over(Topology(pp=4, dp=8).with_layers(32))
     assert isinstance(wider, AdjustedCosts)
-    assert wider.adjustments == frozen.adjustments
+    assert wider.frozen == FrozenWeights((0.1,) * 4)
     with pytest.raises(ConfigError, match="give that topology, or the costs before adapters"):
         frozen.over(Topology(pp=8).with_layers(32))
 
@@ -211,7 +214,7 @@ def test_trained_shares_stay_with_their_stages() -> None:
 def test_frozen_and_fitted_shapes_cost_what_their_micro_batches_do(recompute: Recompute) -> None:
     counted = AnalyticCosts(preset("llama-2-7b"), Topology(pp=4).with_layers(32), zero_stage=2)
     times = FittedTimes(({"F": TimeCorrection(1.5, 9), "I": TimeCorrection(0.5), "W": TimeCorrection(2.0)},) * 4)
-    costs = adjusted(adjusted(counted, FrozenWeights((0.1,) * 4, token_bytes=(64,) * 4)), times)
+    costs = adjust(adjust(counted, frozen=FrozenWeights((0.1,) * 4, token_bytes=(64,) * 4)), fitted=times)
     one = costs.evaluate([MicroBatch(tuple(SampleLength(i, 40) for i in range(3)), recompute=recompute)])
     assert one.digest() == costs.evaluate_shapes([3], [40], 0, recompute).digest()
     assert costs.facts == counted.facts

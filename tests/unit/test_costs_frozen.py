@@ -9,14 +9,14 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.adjustments import FrozenWeights, adjusted
+from dynapipe_ext.costs.adjustments import FrozenWeights, adjust
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.schedules.planner import Planner
 
 BASE = TokenCosts(num_stages=2, ns_per_token_squared=3, static_bytes=1000)
-FROZEN = adjusted(BASE, FrozenWeights((0.25, 0.0), static_bytes=(300, 200)))
+FROZEN = adjust(BASE, frozen=FrozenWeights((0.25, 0.0), static_bytes=(300, 200)))
 LENGTHS = [12, 7, 350, 41, 9, 24, 88, 16]
 
 
@@ -29,7 +29,7 @@ def test_backwards_and_w_are_shorter_by_the_frozen_share_under_every_recomputati
     assert (frozen.input_ns == all_trained.input_ns).all()
     assert frozen.static_bytes.tolist() == [300, 200]
     assert (frozen.forward_ns == all_trained.forward_ns).all()
-    all_but_none = adjusted(BASE, FrozenWeights((1, 1)))
+    all_but_none = adjust(BASE, frozen=FrozenWeights((1, 1)))
     assert all_but_none.evaluate(micro_batches).backward_ns.tolist() == all_trained.backward_ns.tolist()
 
 
@@ -43,19 +43,19 @@ def test_plans_with_frozen_weights_are_shorter_and_survive_json():
     assert makespans[2] == makespans[1] < 0.95 * makespans[0]
     forwards = Planner(Topology(pp=2), FROZEN, 1e9).for_forwards().costs
     assert cost_model_from_json(cost_model_to_json(forwards)).fingerprint() == forwards.fingerprint()
-    assert FROZEN.fingerprint() != adjusted(BASE, FrozenWeights((0.25, 0.0))).fingerprint()
+    assert FROZEN.fingerprint() != adjust(BASE, frozen=FrozenWeights((0.25, 0.0))).fingerprint()
 
 
 @pytest.mark.parametrize(
     ("error", "make", "says"),
     [
-        (ConfigError, lambda: adjusted(BASE, FrozenWeights((0.5,))), "trained_shares has 1 entries for 2 stages"),
+        (ConfigError, lambda: adjust(BASE, frozen=FrozenWeights((0.5,))), "trained_shares has 1 entries for 2 stages"),
         (
             ConfigError,
-            lambda: adjusted(BASE, FrozenWeights((0.5, 1.5))),
+            lambda: adjust(BASE, frozen=FrozenWeights((0.5, 1.5))),
             r"shares has 1\.5 but must be numbers of 0 to 1",
         ),
-        (ConfigError, lambda: adjusted(BASE, FrozenWeights((0, 1), (5, -1))), "static_bytes has -1"),
+        (ConfigError, lambda: adjust(BASE, frozen=FrozenWeights((0, 1), (5, -1))), "static_bytes has -1"),
         (DataError, lambda: cost_model_from_json({"kind": "frozen", "base": 3}), "have the base 3"),
         (
             ConfigError,

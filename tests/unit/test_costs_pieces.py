@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.adjustments import FrozenWeights, adjusted
+from dynapipe_ext.costs.adjustments import FrozenWeights, adjust
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.pieces import (
     MeasuredPieces,
@@ -154,7 +154,7 @@ def test_files_keep_the_prices_of_pieces_and_tables_without_them_refuse_by_name(
     old = CostTable.from_json(before.to_json())
     with pytest.raises(PlanError, match=r"positions 0 to 64 of sample 0, but these CostTable have no price"):
         old.evaluate([piece(0, 64)])
-    for costs in (old, adjusted(old, FrozenWeights((1.0, 1.0)))):
+    for costs in (old, adjust(old, frozen=FrozenWeights((1.0, 1.0)))):
         with pytest.raises(ConfigError, match=r"Costs|CostTable have no price for pieces .* `dynapipe profile`"):
             Planner(Topology(pp=2), costs, 1e9, layout="packed", pieces="auto")
     raw = made.to_json()

@@ -11,7 +11,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, TimeCorrection, adjusted
+from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, TimeCorrection, adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
@@ -129,8 +129,8 @@ def test_costs_at_a_width_come_back_from_json_and_at_width_1_are_written_as_befo
 
 
 def test_adjustments_are_of_a_rank_s_share() -> None:
-    frozen = adjusted(counted(), FrozenWeights((0.0, 0.0), token_bytes=(100, 100)))
-    fitted = adjusted(counted(), FittedTimes(({"F": TimeCorrection(1.0, 0, 50)},) * 2))
+    frozen = adjust(counted(), frozen=FrozenWeights((0.0, 0.0), token_bytes=(100, 100)))
+    fitted = adjust(counted(), fitted=FittedTimes(({"F": TimeCorrection(1.0, 0, 50)},) * 2))
     for costs, name, more in ((frozen, "stored_bytes", 100), (fitted, "forward_ns", 50)):
         for width in (1, 4):
             got = getattr(costs.at_width(width).evaluate([ROW]), name)

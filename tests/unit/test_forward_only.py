@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import LengthArray, MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology
-from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
+from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
@@ -96,7 +96,7 @@ def test_a_planner_for_forwards_is_a_function_of_its_settings_and_travels_as_jso
 @pytest.mark.parametrize("wrong", [{"schedule": "gpipe"}, {"split_backward": True}, {"recompute": "full"}])
 def test_settings_that_concern_backwards_are_refused_beside_costs_of_forwards_alone(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Planner(Topology(pp=4), adjusted(COSTS, ForwardsAlone()), 30_000, **wrong)
+        Planner(Topology(pp=4), adjust(COSTS, forward_only=True), 30_000, **wrong)
 
 
 def test_forwards_hold_the_model_s_static_bytes_and_no_more_than_a_training_forward_that_keeps_little() -> None:
@@ -114,17 +114,17 @@ def test_forwards_hold_the_model_s_static_bytes_and_no_more_than_a_training_forw
     base = AnalyticCosts(shape, Topology(pp=2))
     micro_batches = [MicroBatch((SampleLength(0, 100), SampleLength(1, 70))), MicroBatch((SampleLength(2, 300),))]
     none, full = (base.evaluate([replace(m, recompute=kind) for m in micro_batches]) for kind in ("none", "full"))
-    alone = adjusted(base, ForwardsAlone()).evaluate(micro_batches)
+    alone = adjust(base, forward_only=True).evaluate(micro_batches)
     assert (alone.forward_ns == none.forward_ns).all()
     assert (alone.static_bytes == none.static_bytes).all()
     assert {int(x.sum()) for x in (alone.stored_bytes, alone.backward_ns, alone.weight_ns)} == {0}
     assert (alone.working_bytes <= full.stored_bytes + full.working_bytes).all()
     assert (alone.working_bytes < none.stored_bytes + none.working_bytes).all()
     assert (alone.working_bytes >= full.working_bytes).all()
-    shapes = adjusted(base, ForwardsAlone()).evaluate_shapes([2, 1], [100, 300], [0, 0])
+    shapes = adjust(base, forward_only=True).evaluate_shapes([2, 1], [100, 300], [0, 0])
     assert (shapes.working_bytes == alone.working_bytes).all()
     with pytest.raises(PlanError, match="'full' but forwards alone"):
-        adjusted(base, ForwardsAlone()).evaluate([replace(micro_batches[0], recompute="full")])
+        adjust(base, forward_only=True).evaluate([replace(micro_batches[0], recompute="full")])
 
 
 class NoneAlone(TokenCosts):
@@ -138,7 +138,7 @@ class NoneAlone(TokenCosts):
 
 def test_where_full_recomputation_was_not_measured_a_forward_is_held_to_need_what_it_stores() -> None:
     small, large = MicroBatch((SampleLength(0, 10),)), MicroBatch((SampleLength(1, 90),))
-    alone = adjusted(NoneAlone(1, bytes_per_token=100), ForwardsAlone()).evaluate([small, large])
+    alone = adjust(NoneAlone(1, bytes_per_token=100), forward_only=True).evaluate([small, large])
     assert alone.working_bytes.tolist() == [[1000, 9007]]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, TimeCorrection, adjusted
+from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, TimeCorrection, adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json, read_cost_file
@@ -97,13 +97,13 @@ def test_a_job_takes_rates_from_its_cost_file_and_widths_and_sharding_from_its_s
 def test_what_a_run_has_fitted_to_a_file_of_costs_stays_where_it_resumes_with_that_file(
     frozen: bool, tmp_path: Path
 ) -> None:
-    of_file = adjusted(COUNTED, FrozenWeights((0.5,) * COUNTED.num_stages)) if frozen else COUNTED
+    of_file = adjust(COUNTED, frozen=FrozenWeights((0.5,) * COUNTED.num_stages)) if frozen else COUNTED
     config = CONFIG.with_values(plan={"costs": str(written(tmp_path, of_file))})
     began = settle_costs(config, VOCABULARY)
     assert began == COUNTED  # what trains is said by the settings
     fit = FittedTimes(({"F": TimeCorrection(2.0)},) * COUNTED.num_stages)
-    saved = adjusted(of_file, fit)
-    assert settle_costs(config, VOCABULARY, saved) == adjusted(COUNTED, fit)
+    saved = adjust(of_file, fitted=fit)
+    assert settle_costs(config, VOCABULARY, saved) == adjust(COUNTED, fitted=fit)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_table_of_another_model_is_refused_before_it_plans_too_few_bytes(
     model = asdict(architecture_of(CONFIG, VOCABULARY))
     own = {name: value for name, value in changes.items() if name not in model or name in ("num_layers", "hidden_size")}
     table = measured_table(**own, provenance={"model": model | changes})
-    for costs in (table, adjusted(table, FittedTimes(({},) * table.num_stages))):
+    for costs in (table, adjust(table, fitted=FittedTimes(({},) * table.num_stages))):
         config = CONFIG.with_values(plan={"costs": str(written(tmp_path, costs))})
         with pytest.raises(ConfigError, match=said):
             settle_costs(config, VOCABULARY)
@@ -163,7 +163,7 @@ def test_plans_of_deterministic_mode_count_8_bytes_a_parameter_more() -> None:
         assert (found.static_bytes() - costs.static_bytes()).tolist() == [8 * int(number) for number in counted]
         assert cost_model_from_json(cost_model_to_json(found)).fingerprint() == found.fingerprint()
         assert make_planner(config, costs).costs == costs
-    view, exactly = adjusted(COUNTED, FittedTimes(({}, {}))), replace(COUNTED, exact_sums=True)
+    view, exactly = adjust(COUNTED, fitted=FittedTimes(({}, {}))), replace(COUNTED, exact_sums=True)
     assert make_planner(CONFIG.with_values(**exact), view).costs == replace(view, prices=exactly)
     assert "exact_sums" not in COUNTED.to_json()  # costs have the fingerprint of before where they are the same
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.adjustments import FittedTimes, TimeCorrection, adjusted
+from dynapipe_ext.costs.adjustments import FittedTimes, TimeCorrection, adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -205,7 +205,7 @@ def test_placements_are_compared_by_the_costs_before_a_fit_which_holds_for_one_o
     lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counted = AnalyticCosts(preset("gpt2"), Topology(pp=2).with_layers(12), flops_per_s=1e12)
-    fitted = adjusted(counted, FittedTimes(({"F": TimeCorrection(0.1), "B": TimeCorrection(0.1)},) * 2))
+    fitted = adjust(counted, fitted=FittedTimes(({"F": TimeCorrection(0.1), "B": TimeCorrection(0.1)},) * 2))
     trials, makespans = [], []
     for name, costs in (("counted", counted), ("fitted", fitted)):
         (tmp_path / f"{name}.json").write_text(json.dumps(cost_model_to_json(costs)))

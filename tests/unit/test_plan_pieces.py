@@ -23,7 +23,7 @@ from dynapipe_ext.batch.micro_batches import (
     sample_pieces,
 )
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
+from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -274,7 +274,7 @@ def test_counted_pieces_take_the_time_of_the_sample_and_hold_their_keys_values_a
 def test_what_has_no_price_for_pieces_refuses_them_by_name() -> None:
     costs = TokenCosts(2)
     with pytest.raises(PlanError, match="forwards alone have no price for pieces"):
-        adjusted(costs, ForwardsAlone()).evaluate([carried(7, 0, 4)])
+        adjust(costs, forward_only=True).evaluate([carried(7, 0, 4)])
     windows = AnalyticCosts(replace(LLAMA, sliding_window=64), Topology(pp=2))
     with pytest.raises(PlanError, match="positions 0 to 4 of sample 7"):
         windows.evaluate([carried(7, 0, 4)])

@@ -25,7 +25,7 @@ from typing import cast
 
 from dynapipe_ext.batch.micro_batches import ALL_RECOMPUTES, Attention, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
+from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.tools.check.pieces import PlainAction, piece_faults, used_samples
@@ -100,7 +100,7 @@ def check(
             "the plan packs, and packed rows cannot be priced without their documents' lengths: give them"
         )
     if plan.forward_only:
-        costs = adjusted(costs, ForwardsAlone())
+        costs = adjust(costs, forward_only=True)
     replicas = [
         _checked_replica(replica, f"replica {number}", plan, costs, lengths, memory_limit_bytes)
         for number, replica in enumerate(plan.replicas)
