@@ -1,8 +1,7 @@
-"""What a global batch is made of: lengths of samples, pieces of long ones, micro-batches, plans of all replicas."""
+"""The parts of a global batch: lengths of samples, pieces of long ones, micro-batches, plans of all replicas."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -20,7 +19,7 @@ LengthArray = npt.NDArray[np.int64]
 MOST_POSITIONS = 1 << 31  # of a sample's side
 _INTEGERS = (int, np.integer)
 _PAIR_COLUMNS = 4  # of a LengthArray
-_FIRST = attrgetter("first")
+_FIRST, _START = attrgetter("first"), attrgetter("start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,8 @@ class SampleLength:
 
     `target` counts the positions that carry loss. `start` is the first position of a piece of a sample that was cut
     (Megatron's GPT dataset rule cuts documents at row ends); 0 for whole samples. A pair of documents that stay in one
-    micro-batch, a chosen and a rejected answer, is one sample of both: `first` positions are the first one's. 0: it is
-    one document.
+    micro-batch, a chosen and a rejected answer, is one sample of both: `first` positions belong to the first document
+    (0: the sample is one document).
     """
 
     index: int
@@ -42,7 +41,7 @@ class SampleLength:
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Encoder positions of each document: of the sample itself, or of both of a pair.
+        """Encoder positions of the sample, or of both documents of a pair.
 
         >>> SampleLength(0, 9).documents, SampleLength(0, 9, first=4).documents
         ((9,), (4, 5))
@@ -56,7 +55,8 @@ class SampleLength:
 
 
 def sample_lengths(lengths: LengthArray | Sequence[int], indices: Iterable[int] | None = None) -> list[SampleLength]:
-    """Rows of a lengths array as values; a flat sequence of integers means decoder-only, every position a target.
+    """Return the rows of a lengths array as values; a flat sequence of integers means decoder-only samples, every
+    position a target.
 
     >>> sample_lengths([5, 9])[1]
     SampleLength(index=1, encoder=9, decoder=0, target=9, start=0, first=0)
@@ -70,10 +70,10 @@ def sample_lengths(lengths: LengthArray | Sequence[int], indices: Iterable[int] 
 
 
 def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
-    """Any of the accepted shapes as (num_samples, 3) int64: (N,), (N, 2) = encoder and decoder, or (N, 3); (N, 4) for
-    pairs of documents as it is.
+    """Return any of the accepted shapes as (num_samples, 3) int64: (N,), (N, 2) = encoder and decoder, or (N, 3);
+    (N, 4) for pairs of documents stays as it is.
 
-    Errors: DataError for values that are no array of integers, negative lengths, an empty encoder side, more targets
+    Raises DataError for values that are not an array of integers, negative lengths, an empty encoder side, more targets
     than positions, and a pair with an empty document or a decoder side.
     """
     try:
@@ -109,79 +109,46 @@ def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
 
 
 def documents_of(lengths: LengthArray) -> LengthArray:
-    """Encoder positions of each sample's documents, shape (num_samples, 1), or (num_samples, 2) of pairs."""
+    """Return the encoder positions of each sample's documents: (num_samples, 1), or (num_samples, 2) for pairs."""
     if lengths.shape[1] < _PAIR_COLUMNS:
         return lengths[:, :1]
     return np.stack([lengths[:, 3], lengths[:, 0] - lengths[:, 3]], axis=1)
 
 
 def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) -> list[SampleLength]:
-    """Samples of anybody's making, or of their lengths. Errors: DataError for the first that cannot be planned."""
+    """Return samples that a user made, or made from lengths. Raises DataError for the first that cannot be planned."""
     is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str | bytes)
     if not is_list and hasattr(lengths, "__array__") and getattr(lengths, "ndim", False):
         lengths = np.asarray(lengths)  # of torch or pandas
     elif not is_list:
         raise DataError(f"lengths are {short(lengths)} but must be a list of SampleLength or of integers, or an array")
-    are_samples = len(lengths) and isinstance(lengths[0], SampleLength)
-    samples = (
-        list(cast("Sequence[SampleLength]", lengths)) if are_samples else sample_lengths(cast(LengthArray, lengths))
-    )
-    if not _are_plain(samples):
-        _check_one_by_one(samples)
+    if not len(lengths) or not isinstance(lengths[0], SampleLength):
+        return sample_lengths(cast(LengthArray, lengths))
+    samples = list(cast("Sequence[SampleLength]", lengths))
+    for s in samples:
+        if not isinstance(s, SampleLength):
+            raise DataError(f"{short(s)} is among samples but is not a SampleLength: give only those")
+        counts = (s.index, s.encoder, s.decoder, s.target, s.start, s.first)
+        if not (
+            all(isinstance(count, _INTEGERS) and count >= 0 for count in counts)
+            and 1 <= s.encoder <= MOST_POSITIONS
+            and s.decoder <= MOST_POSITIONS
+            and s.target <= s.tokens
+            and (not s.first or (s.first < s.encoder and not s.decoder and not s.start))
+        ):
+            raise DataError(
+                "a sample of (index, encoder, decoder, target, start, first) ="
+                f" ({', '.join(map(short, counts))}) cannot be planned: give integers from 0 on, an encoder side of 1"
+                " to 2^31 positions, a decoder side of at most as many, no more targets than positions, and a first"
+                " document only of a whole decoder-only sample that has a second one"
+            )
     return samples
 
 
-def _are_plain(samples: Sequence[SampleLength]) -> bool:
-    """Whether all can be planned, and no number is of a type but int: told without a look at each sample by itself."""
-    if {*map(type, samples)} != {SampleLength}:
-        return False
-    index, encoder, decoder, target, start, first = columns = (
-        [s.index for s in samples],
-        [s.encoder for s in samples],
-        [s.decoder for s in samples],
-        [s.target for s in samples],
-        [s.start for s in samples],
-        [s.first for s in samples],
-    )
-    if any({*map(type, column)} != {int} for column in columns) or min(encoder) < 1:
-        return False
-    if any(first) and any(map(_is_no_pair, samples)):
-        return False
-    if min(map(min, (index, decoder, target, start))) < 0 or max(max(encoder), max(decoder)) > MOST_POSITIONS:
-        return False
-    return all(t <= e + d for t, e, d in zip(target, encoder, decoder, strict=True))
-
-
-def _is_no_pair(s: SampleLength) -> bool:
-    """Whether a sample says that it is a pair, and cannot be one."""
-    return s.first != 0 and (s.decoder or s.start or not 0 < s.first < s.encoder) != 0
-
-
-def _check_one_by_one(samples: Sequence[SampleLength]) -> None:
-    for s in samples:
-        if not isinstance(s, SampleLength):
-            raise DataError(f"{short(s)} stands among samples but is no SampleLength: give those alone")
-        counts = (s.index, s.encoder, s.decoder, s.target, s.start, s.first)
-        integers = {*map(type, counts)} == {int} or all(isinstance(count, _INTEGERS) for count in counts)
-        if not (integers and min(counts) >= 0) or not (
-            1 <= s.encoder <= MOST_POSITIONS
-            and s.decoder <= MOST_POSITIONS
-            and s.target <= s.tokens
-            and not _is_no_pair(s)
-        ):
-            shown = ", ".join(map(short, counts))
-            raise DataError(
-                f"a sample of (index, encoder, decoder, target, start, first) = ({shown}) cannot be planned: give"
-                " integers from 0 on, an encoder side of 1 to 2^31 positions, a decoder side of at most as many, no"
-                " more targets than positions, and a first document only of a whole decoder-only sample that has a"
-                " second one"
-            )
-
-
 Layout = Literal["padded", "packed"]
-# What a backward computes again: nothing; core attention; each layer, from its input; or the whole stage, from its
-# input, of which nothing else is then kept. With "head" also the last stage's head and loss, a slice of HEAD_SLICE
-# positions at a time, so that no more logits exist at once, forwards or backwards.
+# What a backward recomputes: nothing; core attention; each layer, from its input; or the whole stage, from its input,
+# of which nothing else is then kept. With "head" also the last stage's head and loss, a slice of HEAD_SLICE positions
+# at a time, so that no more logits exist at once, in forwards or backwards.
 Recompute = Literal[
     "none", "selective", "full", "stage", "head", "head+selective", "head+full", "head+stage"
 ]  # fmt: skip
@@ -198,12 +165,12 @@ _BODY: Mapping[Recompute, Recompute] = dict(zip(ALL_RECOMPUTES, (*RECOMPUTES, *R
 
 
 def slices_head(recompute: Recompute) -> bool:
-    """Whether the head is computed in slices, and again in backwards."""
+    """Return whether the head is computed in slices, and again in backwards."""
     return recompute not in RECOMPUTES
 
 
 def recompute_of_layers(recompute: Recompute) -> Recompute:
-    """What a kind means for all but the head.
+    """Return the recomputation mode of everything but the head.
 
     >>> [recompute_of_layers(kind) for kind in ("full", "head", "head+full")]
     ['full', 'none', 'full']
@@ -212,7 +179,7 @@ def recompute_of_layers(recompute: Recompute) -> Recompute:
 
 
 def with_sliced_head(kinds: Sequence[Recompute]) -> tuple[Recompute, ...]:
-    """The same kinds with the head in slices.
+    """Return the same modes with a chunked head.
 
     >>> with_sliced_head(("none", "full"))
     ('head', 'head+full')
@@ -221,15 +188,17 @@ def with_sliced_head(kinds: Sequence[Recompute]) -> tuple[Recompute, ...]:
 
 
 def rows_a_sample(samples: Sequence[SampleLength]) -> int:
-    """Rows that each sample takes where rows are padded. Errors: PlanError where only some are pairs."""
+    """Return the rows that each sample takes if padded. Raises PlanError if only some are pairs."""
     rows = {len(sample.documents) for sample in samples}
     if len(rows) > 1:
-        raise PlanError("padded micro-batches are of pairs or of single documents, and this batch has both: part them")
+        raise PlanError(
+            "padded micro-batches are of pairs or of single documents, and this batch has both: separate them"
+        )
     return rows.pop()
 
 
 def without_stage(recompute: Recompute) -> Recompute:
-    """A kind as layers and head run under it: nothing again where the whole stage is computed again.
+    """Return the mode under which layers and head run: they recompute nothing if the whole stage is recomputed.
 
     >>> [without_stage(kind) for kind in ("full", "stage", "head+stage", "head+full")]
     ['full', 'none', 'head', 'head+full']
@@ -240,7 +209,8 @@ def without_stage(recompute: Recompute) -> Recompute:
 
 
 def round_up(length: int, multiple: int) -> int:
-    """
+    """Return the next multiple of a number.
+
     >>> [round_up(n, 8) for n in (0, 1, 8, 9)]
     [0, 8, 8, 16]
     """
@@ -251,8 +221,8 @@ def round_up(length: int, multiple: int) -> int:
 class MicroBatch:
     """Samples that run together, in row order.
 
-    padded: one row a document (a pair has two), every row `encoder_len` positions. packed: documents end to end in one
-    row whose length is the sum of theirs. Both are rounded up to `pad_multiple`. `min_len` forces a longer row
+    padded: one row per document (a pair has two), every row `encoder_len` positions. packed: documents end to end in
+    one row whose length is the sum of theirs. Both are rounded up to `pad_multiple`. `min_len` forces a longer row
     (fixed-size rules).
     """
 
@@ -264,7 +234,7 @@ class MicroBatch:
     min_len: int = 0
     documents: tuple[int, ...] = field(init=False, repr=False, compare=False)  # encoder positions, in row order
     encoder_len: int = field(init=False, repr=False, compare=False)  # of a row; these follow from the samples, but
-    decoder_len: int = field(init=False, repr=False, compare=False)  # planning asks ten times for what is found once
+    decoder_len: int = field(init=False, repr=False, compare=False)  # planning asks ten times for each of them
 
     def __post_init__(self) -> None:
         samples = self.samples
@@ -279,7 +249,7 @@ class MicroBatch:
         object.__setattr__(self, "decoder_len", self._row_len(decoder) if any(decoder) else 0)
 
     def recomputing(self, recompute: Recompute) -> MicroBatch:
-        """The same under another kind of recomputation; `dataclasses.replace` takes four times as long."""
+        """Return the same under another recomputation mode; `dataclasses.replace` takes four times as long."""
         return MicroBatch(self.samples, self.layout, recompute, self.attention, self.pad_multiple, self.min_len)
 
     @property
@@ -289,12 +259,12 @@ class MicroBatch:
 
     @property
     def layer_recompute(self) -> Recompute:
-        """What is recomputed beside the head."""
+        """The recomputation mode of everything but the head."""
         return _BODY[self.recompute]
 
     @property
     def head_positions(self) -> int:
-        """Of which the last stage makes logits."""
+        """Positions of which the last stage makes logits."""
         return self.rows * (self.decoder_len or self.encoder_len)
 
     @property
@@ -321,8 +291,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """The micro-batches of one replica, in injection order. `dp_rank` counts the replicas of the step: of blocks of
-    several data parallel ranks, the blocks."""
+    """The micro-batches of one replica, in injection order. `dp_rank` counts the replicas of the step: the blocks, if
+    blocks of several data parallel ranks are one replica each."""
 
     dp_rank: int
     micro_batches: tuple[MicroBatch, ...]
@@ -368,15 +338,10 @@ class GlobalBatchPlan:
 
 
 def check_cover(plan: GlobalBatchPlan, samples: Iterable[SampleLength]) -> None:
-    """Refuse a plan that does not train every sample exactly once (pieces of a cut sample must tile it)."""
+    """Raise PlanError unless the plan trains every sample exactly once (pieces of a cut sample must tile it)."""
     whole_samples = {s.index: s for s in samples}
-    planned = [sample for micro_batch in plan.micro_batches for sample in micro_batch.samples]
-    starts = {s.index: s.start for s in planned}
-    is_whole = len(planned) == len(whole_samples) and starts == dict.fromkeys(whole_samples, 0)
-    if is_whole and all(whole_samples[s.index] is s for s in planned):
-        return  # each as it was given
     pieces: dict[int, list[SampleLength]] = {}
-    for sample in planned:
+    for sample in chain.from_iterable(m.samples for m in plan.micro_batches):
         pieces.setdefault(sample.index, []).append(sample)
     if missing := sorted(whole_samples.keys() - pieces.keys()):
         raise PlanError(f"the plan of step {plan.step} leaves out samples {missing[:9]} ({len(missing)} in all)")
@@ -384,25 +349,17 @@ def check_cover(plan: GlobalBatchPlan, samples: Iterable[SampleLength]) -> None:
         raise PlanError(f"the plan of step {plan.step} has samples {extra[:9]} that are not in the batch")
     for index, parts in pieces.items():
         whole = whole_samples[index]
-        if len(parts) == 1 and not parts[0].start:
-            part = parts[0]
-            if part is whole:
-                continue
-            lengths = (part.encoder, part.decoder, part.target, part.first)
-            if lengths == (whole.encoder, whole.decoder, whole.target, whole.first):
-                continue
-        if any(part.first != whole.first or (whole.first and len(parts) > 1) for part in parts):
-            documents = [part.documents for part in parts]
-            raise PlanError(f"sample {index} is planned with documents of {documents} but has {whole.documents}")
+        if len(parts) == 1 and parts[0] is whole:
+            continue
         end = 0
-        for part in sorted(parts, key=lambda part: part.start):
+        for part in sorted(parts, key=_START):
             if part.start != end:
                 fault = "twice" if part.start < end else "with a gap"
                 raise PlanError(f"sample {index} is trained {fault} at position {part.start}")
             end += part.encoder
-        totals = Counter(encoder=end, decoder=sum(p.decoder for p in parts), target=sum(p.target for p in parts))
-        if totals != Counter(encoder=whole.encoder, decoder=whole.decoder, target=whole.target):
-            raise PlanError(f"sample {index} is planned with {dict(totals)} but has {whole}")
+        planned = (end, sum(p.decoder for p in parts), sum(p.target for p in parts), *{p.first for p in parts})
+        if planned != (whole.encoder, whole.decoder, whole.target, whole.first) or (whole.first and len(parts) > 1):
+            raise PlanError(f"sample {index} is planned as {parts} but is {whole}")
 
 
 # The pieces of one sample: their positions among a replica's micro-batches, first piece first.
@@ -410,9 +367,9 @@ SamplePieces = tuple[int, ...]
 
 
 def sample_pieces(micro_batches: Sequence[MicroBatch]) -> tuple[SamplePieces, ...]:
-    """The pieces of each cut sample of a replica, by the injection order of their first pieces; () without pieces.
+    """Return the pieces of each cut sample of a replica, by the injection order of their first pieces.
 
-    Errors: PlanError for a micro-batch with a piece that is padded or whose later documents are pieces too. Also for
+    Raises PlanError for a micro-batch with a piece that is padded or whose later documents are pieces too. Also for
     pieces that do not follow one another from position 0: one is missing, or went to another replica.
     """
     positions_of: dict[int, list[int]] = {}
@@ -459,20 +416,14 @@ class Piece:
 
 
 def pieces_by_position(micro_batches: Sequence[MicroBatch]) -> dict[int, Piece]:
-    """The piece of a cut sample in each micro-batch of a replica, by its position; a sample in one piece is not cut.
-
-    Errors: PlanError as `sample_pieces`.
-    """
+    """Return the piece of a cut sample in each micro-batch of a replica, by its position; a sample in one piece is not
+    cut. Raises PlanError as `sample_pieces`."""
     pieces: dict[int, Piece] = {}
     for positions in sample_pieces(micro_batches):
         for number, position in enumerate(positions, 1) if len(positions) > 1 else ():
-            length = micro_batches[position].samples[0]
+            s = micro_batches[position].samples[0]
             pieces[position] = Piece(
-                sample=length.index,
-                number=number,
-                count=len(positions),
-                start=length.start,
-                end=length.start + length.encoder,
+                sample=s.index, number=number, count=len(positions), start=s.start, end=s.start + s.encoder
             )
     return pieces
 
@@ -499,43 +450,44 @@ class PieceNeighbours:
 
 
 def carried_start(micro_batch: MicroBatch) -> int:
-    """Positions of its first document's sample that run before it in other micro-batches; 0 for whole samples."""
+    """Return the positions of its first document's sample that run before it in other micro-batches; 0 for whole
+    samples."""
     return micro_batch.samples[0].start if micro_batch.attention == "carried" else 0
 
 
 def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
-    """Padded tokens; and positions that attend x positions attended to, self-attention of both sides: rows x length
-    squared if padded or attending over the row; the sum over documents (the row's padding is one more) if attention
-    restarts at each. A piece of a longer sample attends to what came before it, too: of all its pieces the squares are
-    those of the sample.
+    """Return the padded tokens, and the positions that attend x the positions attended to, in the self-attention of
+    both sides.
+
+    The latter are rows x length squared if padded or attending over the row; the sum over documents (the row's padding
+    is one more) if attention restarts at each. A piece of a longer sample attends to the pieces before it, too: the
+    squares of all its pieces are those of the sample.
     """
-    sides = encoder, decoder = micro_batch.encoder_len, micro_batch.decoder_len
+    encoder, decoder = micro_batch.encoder_len, micro_batch.decoder_len
     documents = micro_batch.documents
     if len(documents) == 1 and not decoder and micro_batch.attention == "document" and micro_batch.layout == "packed":
-        return encoder, documents[0] ** 2 + (encoder - documents[0]) ** 2  # of most rows where samples are long
-    tokens = micro_batch.rows * (encoder + decoder)
+        return encoder, documents[0] ** 2 + (encoder - documents[0]) ** 2  # most rows if samples are long
+    tokens = micro_batch.padded_tokens
     if micro_batch.layout == "padded" or micro_batch.attention == "row":
-        return tokens, micro_batch.rows * sum(length**2 for length in sides)
+        return tokens, micro_batch.rows * (encoder**2 + decoder**2)
     squares = _squares(documents, encoder)
     if decoder:
         squares += _squares([s.decoder for s in micro_batch.samples], decoder)
-    # A piece's end^2 - start^2 is that much more than its length squared.
-    start = carried_start(micro_batch)
-    return tokens, int(squares + (2 * start * micro_batch.samples[0].encoder if start else 0))
+    # A piece's end^2 - start^2 is this much more than its length squared.
+    return tokens, int(squares + 2 * carried_start(micro_batch) * micro_batch.samples[0].encoder)
 
 
 def counted_positions(micro_batches: Sequence[MicroBatch]) -> npt.NDArray[np.int64]:
-    """`count_positions` of every micro-batch, shape (2, M)."""
-    counted = chain.from_iterable(map(count_positions, micro_batches))
+    """Return `count_positions` of every micro-batch, shape (2, M)."""
     try:
-        table = np.fromiter(counted, np.int64, 2 * len(micro_batches))
+        table = np.fromiter(chain.from_iterable(map(count_positions, micro_batches)), np.int64, 2 * len(micro_batches))
     except OverflowError as error:
-        most = max(m.padded_tokens for m in micro_batches)
-        raise refused_length(most) from error
+        raise refused_length(max(m.padded_tokens for m in micro_batches)) from error
     return np.ascontiguousarray(table.reshape(-1, 2).T)
 
 
 def refused_length(positions: int) -> PlanError:
+    """Make the error for a micro-batch that is too long."""
     return PlanError(
         f"a micro-batch of {positions} positions takes longer than 64 bits of nanoseconds count: lower max_tokens, or"
         " truncate samples"

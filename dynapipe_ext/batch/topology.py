@@ -1,10 +1,10 @@
-"""Ranks, the stages that lie on them, and what ranks send to one another or reduce together."""
+"""Ranks, the placement of stages on them, and the tensors that ranks send to one another or reduce together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
@@ -14,11 +14,12 @@ from dynapipe_ext.errors import ConfigError, check_integer, settle_field_types, 
 
 _MOST_OF_A_DEGREE = 1 << 20
 PlacementName = Literal["linear", "interleaved", "v"]
-Vocabulary = Literal["whole", "head", "both"]  # what of it is divided over the ranks of a pipeline
+Vocabulary = Literal["whole", "head", "both"]  # its parts that are split over pipeline ranks
 
 
 def placement_of(name: PlacementName, pp: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """Pipeline rank of every stage under a named placement; `stages_per_rank` defaults to 1 for linear, else to 2.
+    """Return the pipeline rank of every stage under a named placement; `stages_per_rank` defaults to 1 for linear, else
+    to 2.
 
     interleaved: round after round down the ranks (Narayanan et al. 2021, sec. 2.2); v: down and back up in turns, so
     that the first and the last stage share a rank (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
@@ -26,35 +27,24 @@ def placement_of(name: PlacementName, pp: int, stages_per_rank: int | None = Non
     >>> placement_of("interleaved", 3), placement_of("v", 3)
     ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
 
-    Errors: ConfigError for a name, or a number of stages a rank, that does not make this placement.
+    Raises ConfigError for an unknown name, or a number of stages per rank that the placement does not have.
     """
     if name not in get_args(PlacementName):
         raise ConfigError(f"placement is {name!r} but must be one of {', '.join(get_args(PlacementName))}")
-    down = tuple(range(pp))
     rounds = stages_per_rank if stages_per_rank is not None else 1 if name == "linear" else 2
-    match name:
-        case "linear":
-            if rounds != 1:
-                raise ConfigError(f"placement linear has 1 stage a rank, not {rounds}: take interleaved or v")
-            return down
-        case "interleaved":
-            if pp < 2 or rounds < 2:
-                raise ConfigError(
-                    f"placement interleaved of {rounds} stages on each of {pp} ranks: it needs 2 or more of both"
-                )
-            return down * rounds
-        case "v":
-            if pp < 2 or rounds < 2 or rounds % 2:
-                raise ConfigError(
-                    f"placement v of {rounds} stages on each of {pp} ranks: it needs 2 ranks or more and an even number"
-                    " of stages on each"
-                )
-            return (down + down[::-1]) * (rounds // 2)
+    fits = rounds == 1 if name == "linear" else min(pp, rounds) > 1 and (name == "interleaved" or rounds % 2 == 0)
+    if not fits:
+        raise ConfigError(
+            f"placement {name} of {rounds} stages on each of {pp} ranks: linear has 1 stage per rank, interleaved 2 or"
+            " more, v an even number, and the latter two need 2 ranks or more"
+        )
+    down = tuple(range(pp))
+    return (down + down[::-1]) * (rounds // 2) if name == "v" else down * rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """A rank's place. `pp_rank` is the pipeline rank, not a stage (a rank may hold several stages)."""
+    """The coordinates of a rank. `pp_rank` is the pipeline rank, not a stage (a rank may hold several stages)."""
 
     tp_rank: int
     pp_rank: int
@@ -65,8 +55,8 @@ class Coordinates:
 class StageLayers:
     """Layers of one stage, counted from 0: those whose attention it computes, and those whose MLP.
 
-    They are the same where the stage is cut between layers. A cut inside a layer, between attention and MLP, leaves the
-    attention to the stage before it and the MLP to the one behind it. What crosses is the same hidden states.
+    They are the same if the stage is cut between layers. A cut inside a layer, between attention and MLP, leaves the
+    attention to the stage before it and the MLP to the one after it. The same hidden states cross.
     """
 
     attention: range
@@ -84,17 +74,17 @@ class StageLayers:
 
     @property
     def attention_half(self) -> range:
-        """The layer of which the stage has the attention alone; empty if there is none."""
+        """The layer of which the stage has only the attention, or nothing."""
         return range(max(self.mlp.stop, self.attention.start), self.attention.stop)
 
     @property
     def mlp_half(self) -> range:
-        """The layer of which the stage has the MLP alone; empty if there is none."""
+        """The layer of which the stage has only the MLP, or nothing."""
         return range(self.mlp.start, min(self.attention.start, self.mlp.stop))
 
 
 def layers_of_cut(layers_per_stage: Sequence[float]) -> tuple[StageLayers, ...]:
-    """The layers of every stage, whose numbers of layers are whole or end in .5.
+    """Return the layers of every stage from their numbers, which are whole or end in .5.
 
     >>> for stage in layers_of_cut((1.5, 1, 0.5)):
     ...     print(stage.attention, stage.mlp, list(stage.whole))
@@ -110,15 +100,15 @@ def layers_of_cut(layers_per_stage: Sequence[float]) -> tuple[StageLayers, ...]:
 
 
 def refuse_half_layers(layers_per_stage: Sequence[float], who: str) -> tuple[int, ...]:
-    """The numbers of layers of stages that are cut between layers. Errors: ConfigError for a cut inside a layer.
+    """Return the numbers of layers if stages are cut between layers. Raises ConfigError for a cut inside a layer.
 
     >>> refuse_half_layers((3, 5), "this model")
     (3, 5)
     """
     if any(count != int(count) for count in layers_per_stage):
         raise ConfigError(
-            f"layers_per_stage {tuple(layers_per_stage)} cuts a layer between attention and MLP, which {who} cannot be:"
-            " give whole numbers"
+            f"layers_per_stage {tuple(layers_per_stage)} cuts a layer between attention and MLP, which {who} does not"
+            " support: give whole numbers"
         )
     return tuple(map(int, layers_per_stage))
 
@@ -128,14 +118,15 @@ class Topology:
     """Degrees of parallelism, the stages and their placement on pipeline ranks.
 
     Ranks are laid out in Megatron's order tp-dp-pp: tensor parallel neighbours are adjacent ranks. `width` neighbours
-    among data parallel ranks, a power of two, are one block: they run one program on the same micro-batches, each on
-    its slice of every row's positions. So `dp` ranks make `num_replicas` replicas. A step's width may be another one.
-    `layers_per_stage` may be uneven, and half layers: 8.5 ends or begins between attention and MLP. Whole numbers are
-    int, others float. `placement[stage]` is the pipeline rank that holds it (empty: stage s on rank s).
+    among data parallel ranks, a power of two, are one context-parallel group: they run one program on the same
+    micro-batches, each on its slice of every row's positions. So `dp` ranks make `num_replicas` replicas. The degree of
+    a step may differ. `layers_per_stage` may be uneven, and half layers: 8.5 ends or begins between attention and MLP.
+    Whole numbers are int, others float. `placement[stage]` is the pipeline rank that holds it (empty: stage s on rank
+    s).
 
-    With `vocabulary` "head" each pipeline rank holds as many of the head's rows as any other, in a chain of stages: the
-    last stage of layers, and behind it stages without layers on the other ranks. With "both" a chain of embeddings, one
-    on each rank, ends in the first stage of layers, too. Either chain is as `spread_vocabulary` makes it.
+    With `vocabulary` "head" all pipeline ranks hold equally many rows of the head, in a chain of stages: the last stage
+    of layers, and after it stages without layers on the other ranks. With "both" a chain of embeddings, one on each
+    rank, ends in the first stage of layers, too. Either chain is as `spread_vocabulary` makes it.
 
     >>> Topology(tp=2, pp=2, dp=2).coordinates(5)
     Coordinates(tp_rank=1, pp_rank=1, dp_rank=0)
@@ -159,8 +150,7 @@ class Topology:
         if self.width not in widths_of(self.dp):
             fitting = ", ".join(map(str, widths_of(self.dp)))
             raise ConfigError(
-                f"width {self.width} joins data parallel ranks but must be a power of two that divides dp {self.dp}:"
-                f" give one of {fitting}"
+                f"width {self.width} must be a power of two that divides dp {self.dp}: give one of {fitting}"
             )
         if self.placement and set(self.placement) != set(range(self.pp)):
             raise ConfigError(f"placement {self.placement} must use every pipeline rank 0..{self.pp - 1} at least once")
@@ -174,32 +164,29 @@ class Topology:
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:
-        """Errors: ConfigError for chains of another form than `spread_vocabulary` makes."""
+        """Raise ConfigError for chains of another form than `spread_vocabulary` makes."""
         if self.vocabulary not in get_args(Vocabulary):
             choices = ", ".join(get_args(Vocabulary))
             raise ConfigError(f"vocabulary is {short(self.vocabulary)} but must be one of {choices}")
         if self.vocabulary == "whole":
             return
-        _refuse_one_rank(self.pp, self.vocabulary)
+        problem, layers = "", self.layers_per_stage
         num_added = (self.pp - 1) * (2 if self.vocabulary == "both" else 1)
-        if self.num_stages <= num_added:
-            raise ConfigError(
-                f"vocabulary {self.vocabulary!r} takes {num_added} stages without layers beside those of layers, but"
-                f" there are {self.num_stages} in all: spread a topology of layers by spread_vocabulary"
-            )
-        for what, stages in ("head", self.head_stages), ("embedding", self.embedding_stages):
-            ranks = [self.stage_ranks[stage] for stage in stages]
-            if len(stages) > 1 and sorted(ranks) != list(range(self.pp)):
-                raise ConfigError(
-                    f"the {what}'s parts are on pipeline ranks {short(tuple(ranks))} but each of {self.pp} ranks has"
-                    " one: spread a topology of layers by spread_vocabulary"
-                )
-        layers = self.layers_per_stage
-        if layers and any(count for stage, count in enumerate(layers) if stage not in self.layer_stages):
-            raise ConfigError(
-                f"layers_per_stage {short(layers)} has layers outside stages {self.layer_stages.start}.."
-                f"{self.layer_stages.stop - 1}: the others hold parts of the vocabulary alone"
-            )
+        if self.pp < 2:
+            problem = f"is split over pipeline ranks, but pp is {self.pp}: give 2 or more, or leave it whole"
+        elif self.num_stages <= num_added:
+            problem = f"needs {num_added} stages without layers in addition to those of layers: there are "
+            problem += f"{self.num_stages} in all"
+        else:
+            for name, stages in ("head", self.head_stages), ("embedding", self.embedding_stages):
+                ranks = [self.stage_ranks[stage] for stage in stages]
+                if len(stages) > 1 and sorted(ranks) != list(range(self.pp)):
+                    problem = f"puts parts of the {name} on pipeline ranks {short(tuple(ranks))}: each rank has one"
+            if any(count for stage, count in enumerate(layers) if stage not in self.layer_stages):
+                held = self.layer_stages
+                problem = f"has layers only on stages {held.start}..{held.stop - 1}: not layers_per_stage {layers}"
+        if problem:
+            raise ConfigError(f"vocabulary {self.vocabulary!r} {problem} (`spread_vocabulary` makes such topologies)")
 
     @property
     def head_stages(self) -> range:
@@ -213,7 +200,7 @@ class Topology:
 
     @property
     def first_head_stage(self) -> int | None:
-        """From where on stages send what parts of a head send (`ActivationFormat`); None of a whole head."""
+        """The first stage that sends what parts of a head send (`ActivationFormat`); None for an unsplit head."""
         return None if self.vocabulary == "whole" else self.head_stages.start
 
     @property
@@ -227,9 +214,9 @@ class Topology:
         return range(self.embedding_stages.stop - 1, self.head_stages.start + 1)
 
     def vocabulary_part(self, stage: int) -> int:
-        """The number of the part that a stage of a chain holds, which is its pipeline rank; 0 of a whole vocabulary.
+        """Return the number of the part that a stage holds: its pipeline rank, or 0 of an unsplit vocabulary.
 
-        Part k of pp are rows k V / pp and on. Errors: ConfigError for a stage that holds no part.
+        Part k of pp begins at row k V / pp. Raises ConfigError for a stage that holds no part.
 
         >>> from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
         >>> spread = spread_vocabulary(Topology(pp=3), "head")
@@ -246,7 +233,7 @@ class Topology:
         return self.tp * self.pp * self.dp
 
     def check_num_ranks(self, num_ranks: int) -> None:
-        """Errors: ConfigError for other than `world_size`."""
+        """Raise ConfigError for other than `world_size`."""
         if num_ranks != self.world_size:
             raise ConfigError(
                 f"{num_ranks} ranks were started but tp {self.tp} x pp {self.pp} x dp {self.dp} needs"
@@ -255,15 +242,15 @@ class Topology:
 
     @property
     def num_replicas(self) -> int:
-        """Blocks of `width` data parallel ranks; each runs micro-batches of its own."""
+        """The number of groups of `width` data parallel ranks; each runs micro-batches of its own."""
         return self.dp // self.width
 
     def replica_of(self, dp_rank: int) -> int:
-        """The replica, or block, of a data parallel rank."""
+        """Return the replica of a data parallel rank."""
         return dp_rank // self.width
 
     def slice_of(self, dp_rank: int) -> int:
-        """Which of the `width` slices of every row a data parallel rank has.
+        """Return which of the `width` slices of every row a data parallel rank has.
 
         >>> joined = Topology(dp=8, width=4)
         >>> joined.num_replicas, joined.replica_of(6), joined.slice_of(6)
@@ -272,7 +259,7 @@ class Topology:
         return dp_rank % self.width
 
     def at_width(self, width: int) -> Topology:
-        """The same ranks in blocks of another width. Errors: ConfigError for a width that does not divide dp so."""
+        """Return the same ranks with another context-parallel degree. Raises ConfigError for one that does not fit."""
         return self if width == self.width else replace(self, width=width)
 
     @property
@@ -285,7 +272,7 @@ class Topology:
         return self.placement or tuple(range(self.pp))
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """Stages of a pipeline rank, in their order: that of its model chunks.
+        """Return the stages of a pipeline rank in the order of its model chunks.
 
         >>> Topology(pp=2, placement=(0, 1, 1, 0)).stages_of(0)
         (0, 3)
@@ -294,8 +281,7 @@ class Topology:
 
     @property
     def placement_name(self) -> str:
-        """The name under which `placement_of` makes this placement, with the stages of layers a rank; "custom" for
-        others.
+        """The name of the placement for `placement_of`, with the stages of layers per rank; "custom" for others.
 
         >>> Topology(pp=2, placement=(0, 1, 1, 0)).placement_name
         'v, 2 stages a rank'
@@ -303,29 +289,20 @@ class Topology:
         >>> spread_vocabulary(Topology(pp=2), "head").placement_name
         'linear, head spread'
         """
-        match self.vocabulary:
-            case "whole":
-                return self._name_of_layers
-            case "head":
-                return f"{self._name_of_layers}, head spread"
-            case "both":
-                return f"{self._name_of_layers}, vocabulary spread"
-
-    @property
-    def _name_of_layers(self) -> str:
         ranks = self.stage_ranks[self.layer_stages.start : self.layer_stages.stop]
-        if ranks == tuple(range(self.pp)):
-            return "linear"
         rounds, rest = divmod(len(ranks), self.pp)
-        if not rest and ranks == tuple(range(self.pp)) * rounds:
-            return f"interleaved, {rounds} stages a rank"
-        if not rest and rounds % 2 == 0 and ranks == placement_of("v", self.pp, rounds):
-            return f"v, {rounds} stages a rank"
-        return "custom"
+        name = "custom"
+        if ranks == tuple(range(self.pp)):
+            name = "linear"
+        elif not rest and ranks == tuple(range(self.pp)) * rounds:
+            name = f"interleaved, {rounds} stages a rank"
+        elif not rest and rounds % 2 == 0 and ranks == placement_of("v", self.pp, rounds):
+            name = f"v, {rounds} stages a rank"
+        return name + {"whole": "", "head": ", head spread", "both": ", vocabulary spread"}[self.vocabulary]
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether every rank has several stages, all of layers, dealt out in rounds: where interleaved 1F1B runs."""
+        """Whether every rank has several stages, all of layers, dealt out in rounds, as interleaved 1F1B needs."""
         return self.vocabulary == "whole" and self.placement_name.startswith("interleaved")
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -345,11 +322,11 @@ class Topology:
 
     @property
     def stage_layers(self) -> tuple[StageLayers, ...]:
-        """The layers of every stage, where `layers_per_stage` says them."""
+        """The layers of every stage; () without `layers_per_stage`."""
         return layers_of_cut(self.layers_per_stage)
 
     def with_layers(self, num_layers: int) -> Topology:
-        """The same topology with `layers_per_stage` filled in evenly: layer i of T lies on stage i * S // T of those
+        """Return the topology with `layers_per_stage` filled in evenly: layer i of T is on stage i * S // T of those
         that may hold layers.
 
         >>> Topology(pp=4).with_layers(10).layers_per_stage
@@ -369,37 +346,29 @@ class Topology:
         num_stages = len(stages)
         if num_layers < num_stages:
             raise ConfigError(f"{num_layers} layers cannot fill {num_stages} stages: lower pp or add layers")
-        first = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]  # layers of a stage and after
+        first = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]  # layer of each stage
         layers = tuple(end - begin for begin, end in pairwise(first))
-        before, behind = (0,) * stages.start, (0,) * (self.num_stages - stages.stop)
-        return replace(self, layers_per_stage=before + layers + behind)
+        outside = (0,) * stages.start, (0,) * (self.num_stages - stages.stop)
+        return replace(self, layers_per_stage=outside[0] + layers + outside[1])
 
     def to_json(self) -> dict[str, Any]:
-        """Every field; a width of 1 and a whole vocabulary are left out, as before topologies knew them."""
-        fields = asdict(self)
-        if self.width == 1:
-            del fields["width"]
-        if self.vocabulary == "whole":
-            del fields["vocabulary"]
-        return fields
+        return json_fields(self, "width", "vocabulary")
 
 
-def _refuse_one_rank(pp: int, vocabulary: Vocabulary) -> None:
-    if pp < 2:
-        raise ConfigError(
-            f"vocabulary {vocabulary!r} divides it over pipeline ranks, but pp is {pp}: give 2 or more, or leave it"
-            " whole"
-        )
+def json_fields(value: Any, *newer: str) -> dict[str, Any]:
+    """Return the fields of a dataclass; the `newer` ones, which older files do not have, only if not at the default."""
+    defaults = {field.name: field.default for field in fields(value)}
+    return {name: one for name, one in asdict(value).items() if name not in newer or one != defaults[name]}
 
 
-@lru_cache(maxsize=64)  # every price of a micro-batch asks for them
+@lru_cache(maxsize=64)  # the cost of every micro-batch asks for them
 def stage_layers_of(topology: Topology, num_layers: int) -> tuple[StageLayers, ...]:
-    """The layers of every stage of a model of so many. Errors: as `Topology.with_layers`."""
+    """Return each stage's layers for a model with `num_layers` layers. Raises ConfigError as `with_layers`."""
     return topology.with_layers(num_layers).stage_layers
 
 
 def widths_of(dp: int) -> tuple[int, ...]:
-    """Powers of two that divide `dp`, from 1 on.
+    """List the powers of two that divide `dp`, from 1 on.
 
     >>> widths_of(12)
     (1, 2, 4)
@@ -408,7 +377,7 @@ def widths_of(dp: int) -> tuple[int, ...]:
 
 
 def counts_of_layers(counts: Sequence[float]) -> tuple[float, ...]:
-    """Whole numbers as int, halves as float. Errors: ConfigError for any other number."""
+    """Return whole numbers as int, halves as float. Raises ConfigError for any other number."""
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < math.inf or count * 2 % 1:
             raise ConfigError(
@@ -419,7 +388,7 @@ def counts_of_layers(counts: Sequence[float]) -> tuple[float, ...]:
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8}
-DTYPE_OF_WIDTH = {2: "bfloat16", 4: "float32"}  # where only the bytes of a value are known
+DTYPE_OF_WIDTH = {2: "bfloat16", 4: "float32"}  # if only the bytes of a value are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,16 +409,16 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
-    """How hidden states of a micro-batch cross stage boundaries.
+    """The form in which hidden states of a micro-batch cross stage boundaries.
 
     order "sbh" is Megatron's (sequence, rows, hidden), "bsh" that of plain torch models. Each rank holds 1 /
-    `sequence_shards` of the sequence: tensor parallel ranks under sequence parallelism, and the ranks of a block. An
-    encoder-decoder's stages from `first_decoder_stage` on send the encoder's hidden states and the decoder's; those
-    before it the encoder's alone.
+    `sequence_shards` of the sequence: tensor parallel ranks under sequence parallelism, and the ranks of a
+    context-parallel group. An encoder-decoder's stages from `first_decoder_stage` on send the encoder's hidden states
+    and the decoder's; those before it only the encoder's.
 
-    Stages that hold parts of the head, from `first_head_stage` on, send two numbers of every position, too: the log of
-    the sum of exponentials over all parts so far, and the target's logit or 0. All tensor parallel ranks hold these of
-    the same positions, 1 / `position_shards` of all: ranks of a block divide them.
+    Stages that hold parts of the head, from `first_head_stage` on, also send two numbers per position: the log of the
+    sum of exponentials over all parts so far, and the target's logit or 0. All tensor parallel ranks hold these of the
+    same positions, 1 / `position_shards` of all: the ranks of a context-parallel group divide them.
     """
 
     hidden_size: int
@@ -461,7 +430,6 @@ class ActivationFormat:
     position_shards: int = 1
 
     def __post_init__(self) -> None:
-        """Errors: ConfigError."""
         check_integer("hidden_size", self.hidden_size, least=1)
         check_integer("sequence_shards", self.sequence_shards, least=1)
         check_integer("position_shards", self.position_shards, least=1)
@@ -470,7 +438,7 @@ class ActivationFormat:
                 raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(choices)}")
 
     def at_width(self, width: int) -> ActivationFormat:
-        """What one rank sends of a step of blocks of `width` ranks, in which each has a slice of all positions.
+        """Return the format at a context-parallel degree: each rank sends its slice of all positions.
 
         >>> ActivationFormat(8, sequence_shards=2).at_width(4).sequence_shards
         8
@@ -481,24 +449,18 @@ class ActivationFormat:
         return replace(self, sequence_shards=shards, position_shards=positions)
 
     def to_json(self) -> dict[str, Any]:
-        """Every field; those of a spread head are left out where there is none, as before formats knew it."""
-        fields = asdict(self)
-        if self.first_head_stage is None:
-            del fields["first_head_stage"]
-        if self.position_shards == 1:
-            del fields["position_shards"]
-        return fields
+        return json_fields(self, "first_head_stage", "position_shards")
 
     @property
     def changing_stages(self) -> tuple[int, ...]:
-        """The stages from which on messages hold something else than those before."""
+        """The stages from which on messages hold other tensors than before."""
         stages = (self.first_decoder_stage, self.first_head_stage)
         return tuple(sorted({stage for stage in stages if stage}))
 
     def specs(self, micro_batch: MicroBatch, boundary: int = 0) -> tuple[TensorSpec, ...]:
-        """The tensors of a message between stages `boundary` and `boundary` + 1, in either direction.
+        """Return the tensors of a message between stages `boundary` and `boundary` + 1, in either direction.
 
-        Raises ConfigError for a micro-batch with a decoder side where no stage is known to send one.
+        Raises ConfigError for a micro-batch with a decoder side if no stage is known to send one.
         """
         if micro_batch.decoder_len and self.first_decoder_stage is None:
             raise ConfigError(
@@ -508,17 +470,17 @@ class ActivationFormat:
         sides: tuple[int, ...] = (micro_batch.encoder_len,)
         if self.first_decoder_stage is not None and boundary >= self.first_decoder_stage:
             sides = (micro_batch.encoder_len, micro_batch.decoder_len)
-        specs = tuple(self._spec(seq_len // self.sequence_shards, micro_batch.rows) for seq_len in sides)
+
+        def positions(seq_len: int) -> tuple[int, int]:
+            return (seq_len, micro_batch.rows) if self.order == "sbh" else (micro_batch.rows, seq_len)
+
+        specs = tuple(
+            TensorSpec((*positions(seq_len // self.sequence_shards), self.hidden_size), self.dtype) for seq_len in sides
+        )
         if self.first_head_stage is None or boundary < self.first_head_stage:
             return specs
-        positions = self._positions(sides[-1] // self.position_shards, micro_batch.rows)
-        return *specs, *[TensorSpec(positions, "float64" if self.dtype == "float64" else "float32")] * 2
-
-    def _spec(self, seq_len: int, rows: int) -> TensorSpec:
-        return TensorSpec((*self._positions(seq_len, rows), self.hidden_size), self.dtype)
-
-    def _positions(self, seq_len: int, rows: int) -> tuple[int, int]:
-        return (seq_len, rows) if self.order == "sbh" else (rows, seq_len)
+        of_head = positions(sides[-1] // self.position_shards)
+        return *specs, *[TensorSpec(of_head, "float64" if self.dtype == "float64" else "float32")] * 2
 
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -545,8 +507,8 @@ class ReplicaCollectives:
 
     @classmethod
     def of_zero(cls, zero_stage: int, *, ep: int = 1) -> ReplicaCollectives:
-        """ZeRO from stage 2 on scatters gradients as they come, stage 3 gathers weights besides (Rajbhandari et al.
-        2020, sec. 5); `ep` replicas that share experts exchange tokens.
+        """Return the collectives of ZeRO: from stage 2 on it scatters gradients as they come, stage 3 also gathers
+        weights (Rajbhandari et al. 2020, sec. 5). `ep` replicas that share experts exchange tokens.
 
         >>> ReplicaCollectives.of_zero(3).inside, ReplicaCollectives.of_zero(1) == ReplicaCollectives()
         (('weight gather',), True)
@@ -558,8 +520,8 @@ class ReplicaCollectives:
         )
 
     def at_width(self, width: int) -> ReplicaCollectives:
-        """Those of blocks of `width` ranks: ranks of one block share a program, so experts that they share are not met
-        by other replicas.
+        """Return the collectives at a context-parallel degree: ranks of one group share a program, so experts that they
+        share involve no other replica.
 
         >>> [ReplicaCollectives.of_zero(1, ep=4).at_width(width).inside for width in (2, 4)]
         [('expert all-to-all',), ()]
@@ -570,11 +532,12 @@ class ReplicaCollectives:
 
     @property
     def of_micro_batches(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Those that follow the order of micro-batches, so that replicas must agree on it."""
+        """The collectives that follow the order of micro-batches, so that replicas must agree on it."""
         return self.inside, self.with_gradients
 
     def __str__(self) -> str:
-        """
+        """Describe the collectives.
+
         >>> str(ReplicaCollectives.of_zero(2))
         'gradient scatter with each backward, gradient reduction at the end'
         """
@@ -584,12 +547,9 @@ class ReplicaCollectives:
         return ", ".join(described) or "nothing"
 
     def to_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        if self.ep == 1:  # as before collectives knew it
-            del fields["ep"]
-        return fields
+        return json_fields(self, "ep")
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> ReplicaCollectives:
-        fields: dict[str, Any] = {name: value if name == "ep" else tuple(value) for name, value in raw.items()}
-        return cls(**fields)
+        names: dict[str, Any] = {name: value if name == "ep" else tuple(value) for name, value in raw.items()}
+        return cls(**names)

@@ -1,4 +1,4 @@
-"""Topologies whose embedding and head lie over the ranks of a pipeline, in chains of stages."""
+"""Topologies whose embedding and head are split over pipeline ranks, in chains of stages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dynapipe_ext.errors import ConfigError
 
 
 def spread_vocabulary(topology: Topology, vocabulary: Vocabulary) -> Topology:
-    """Stages of layers with the vocabulary over all pipeline ranks: a chain of heads goes on from the last stage, and
-    for "both" a chain of embeddings ends in the first. Chains go down or up the ranks, between neighbours where the
-    layers end on the first or the last rank.
+    """Split the vocabulary of a topology over all pipeline ranks: a chain of heads continues the last stage, and for
+    "both" a chain of embeddings ends in the first. Chains go down or up the ranks, between neighbours if the layers end
+    on the first or the last rank.
 
-    Errors: ConfigError for one pipeline rank, and for a topology whose vocabulary is spread.
+    Raises ConfigError for one pipeline rank, and for a topology whose vocabulary is split.
 
     >>> spread_vocabulary(Topology(pp=3), "head").placement
     (0, 1, 2, 1, 0)
@@ -23,7 +23,7 @@ def spread_vocabulary(topology: Topology, vocabulary: Vocabulary) -> Topology:
     if vocabulary == "whole":
         return topology
     if topology.vocabulary != "whole":
-        raise ConfigError(f"the vocabulary of this topology is spread already ({topology.vocabulary})")
+        raise ConfigError(f"the vocabulary of this topology is already split ({topology.vocabulary}): give layers")
     ranks, layers = topology.stage_ranks, topology.layers_per_stage
     head = _other_ranks(topology.pp, ranks[-1])
     embedding = _other_ranks(topology.pp, ranks[0])[::-1] if vocabulary == "both" else ()
@@ -33,7 +33,7 @@ def spread_vocabulary(topology: Topology, vocabulary: Vocabulary) -> Topology:
 
 
 def gathered_vocabulary(topology: Topology) -> Topology:
-    """The stages of layers alone, with embedding and head whole: what `spread_vocabulary` began with.
+    """Return only the stages of layers, with embedding and head unsplit: the inverse of `spread_vocabulary`.
 
     >>> gathered_vocabulary(spread_vocabulary(Topology(pp=3), "both"))
     Topology(tp=1, pp=3, dp=1, layers_per_stage=(), placement=(), width=1, vocabulary='whole')
@@ -45,14 +45,15 @@ def gathered_vocabulary(topology: Topology) -> Topology:
 
 
 def refuse_spread(topology: Topology, who: str) -> None:
-    """Errors: ConfigError for a vocabulary over pipeline ranks."""
+    """Raise ConfigError for a vocabulary over pipeline ranks."""
     if topology.vocabulary != "whole":
         raise ConfigError(
-            f"vocabulary {topology.vocabulary!r} lies over pipeline ranks, which {who} cannot: leave it whole"
+            f"vocabulary {topology.vocabulary!r} is split over pipeline ranks, which {who} does not support: use"
+            " vocabulary 'whole'"
         )
 
 
 def _other_ranks(pp: int, rank: int) -> tuple[int, ...]:
-    """All but one rank in the order of a chain that begins beside it."""
+    """Return all but one rank in the order of a chain that begins next to it."""
     others = (one for one in range(pp) if one != rank)
     return tuple(sorted(others, reverse=rank == pp - 1))

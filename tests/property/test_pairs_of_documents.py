@@ -81,5 +81,5 @@ def test_a_plan_that_parts_a_pair_or_gives_it_other_documents_is_refused():
     planner = Planner(Topology(), TokenCosts(1), 10**9, format=ActivationFormat(16))
     for planned in ({"first": 4}, {}):
         batch = planner.plan([SampleLength(0, 9, target=4, **planned)]).batch
-        with pytest.raises(PlanError, match="planned with documents of"):
+        with pytest.raises(PlanError, match="is planned as"):
             check_cover(batch, [SampleLength(0, 9, target=4, first=3)])

@@ -112,7 +112,7 @@ def test_heads_that_parts_cannot_make_are_refused_by_name(shape, topology, says)
 def test_parts_of_a_model_with_a_decoder_side_are_refused_by_name():
     sizes = {"hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 64, "vocab_size": 256, "max_seq_len": 64}
     t5 = Architecture.t5(num_layers=2, num_decoder_layers=2, gated_mlp=True, tied_embeddings=False, **sizes)
-    with pytest.raises(ConfigError, match="'head' lies over pipeline ranks, which a model with a decoder side cannot"):
+    with pytest.raises(ConfigError, match="'head' is split over pipeline ranks, which a model with a decoder side"):
         build_model(t5, spread_vocabulary(Topology(pp=2), "head"), 0, None, seed=None, device=torch.device("cpu"))
 
 

@@ -75,8 +75,8 @@ def test_a_named_placement_is_this_and_its_name_comes_back(
     [
         ("v", 4, 3, "even number"),
         ("v", 1, 2, "2 ranks or more"),
-        ("interleaved", 4, 1, "2 or more of both"),
-        ("linear", 4, 2, "not 2"),
+        ("interleaved", 4, 1, "interleaved 2 or more"),
+        ("linear", 4, 2, "linear has 1 stage"),
         ("w", 4, None, "must be one of linear, interleaved, v"),
     ],
 )

@@ -81,7 +81,7 @@ def test_usual_schedules_beside_ours_keep_the_vocabulary_whole() -> None:
 @pytest.mark.parametrize(
     ("topology", "tables", "refusal"),
     [
-        ({"vocabulary": "head", "pp": 1}, {}, "divides it over pipeline ranks, but pp is 1"),
+        ({"vocabulary": "head", "pp": 1}, {}, "is split over pipeline ranks, but pp is 1"),
         ({"vocabulary": "head"}, {"plan": {"schedule": "1f1b"}}, "schedule '1f1b' is for one stage a rank"),
         ({"vocabulary": "auto"}, {"plan": {"schedule": "1f1b"}}, "vocabulary is 'auto', but schedule '1f1b' runs"),
         (
@@ -90,7 +90,7 @@ def test_usual_schedules_beside_ours_keep_the_vocabulary_whole() -> None:
             "vocabulary is 'auto', which chooses layers_per_stage",
         ),
         ({"vocabulary": "tail"}, {}, "vocabulary is 'tail'"),
-        ({"vocabulary": "head"}, {"model": {"num_decoder_layers": 4}}, "which a model with a decoder side cannot"),
+        ({"vocabulary": "head"}, {"model": {"num_decoder_layers": 4}}, "which a model with a decoder side does not"),
     ],
 )
 def test_who_keeps_a_vocabulary_whole_says_so(
@@ -106,8 +106,8 @@ def test_who_keeps_a_vocabulary_whole_says_so(
 def test_jobs_with_adapters_or_an_engine_keep_it_whole() -> None:
     config = configured({"vocabulary": "head"})
     others = {
-        "which a model with adapters cannot": replace(config, lora=replace(config.lora, enabled=True)),
-        "which a DeepSpeed engine cannot": replace(config, deepspeed=replace(config.deepspeed, config="ds.json")),
+        "which a model with adapters does not": replace(config, lora=replace(config.lora, enabled=True)),
+        "which a DeepSpeed engine does not": replace(config, deepspeed=replace(config.deepspeed, config="ds.json")),
     }
     for refusal, other in others.items():
         with pytest.raises(ConfigError, match=refusal):

@@ -72,12 +72,12 @@ def test_topologies_say_their_vocabulary_in_json_where_it_is_spread() -> None:
     ("fields", "refusal"),
     [
         ({"pp": 2, "vocabulary": "tail"}, "vocabulary is 'tail' but must be one of whole, head, both"),
-        ({"pp": 1, "vocabulary": "head"}, "divides it over pipeline ranks, but pp is 1"),
-        ({"pp": 2, "vocabulary": "both"}, "takes 2 stages without layers beside those of layers, but there are 2"),
-        ({"pp": 2, "vocabulary": "head", "placement": (1, 0, 0)}, "the head's parts are on pipeline ranks (0, 0)"),
+        ({"pp": 1, "vocabulary": "head"}, "is split over pipeline ranks, but pp is 1"),
+        ({"pp": 2, "vocabulary": "both"}, "needs 2 stages without layers in addition to those of layers: there are 2"),
+        ({"pp": 2, "vocabulary": "head", "placement": (1, 0, 0)}, "puts parts of the head on pipeline ranks (0, 0)"),
         (
             {"pp": 2, "vocabulary": "head", "placement": (0, 1, 0), "layers_per_stage": (2, 1, 1)},
-            "has layers outside stages 0..1",
+            "has layers only on stages 0..1",
         ),
     ],
 )
@@ -88,7 +88,7 @@ def test_chains_of_another_form_are_refused(fields: dict[str, Any], refusal: str
 
 
 def test_a_vocabulary_is_not_spread_twice() -> None:
-    with pytest.raises(ConfigError, match="is spread already"):
+    with pytest.raises(ConfigError, match="is already split"):
         spread_vocabulary(spread_vocabulary(Topology(pp=2), "head"), "both")
 
 
