@@ -1,4 +1,4 @@
-"""Where layers live: placements of stages on ranks, and layers on stages, tried on real batches before a run.
+"""Placements of layers: of stages on ranks, and of layers on stages, tried on real batches before a run.
 
 A placement is fixed for a run. Each candidate is judged by the steps that the run would have. Layers then move between
 stages, one or half of one at a time, for as long as that shortens the steps. Of the possible moves only those are
@@ -23,18 +23,18 @@ from dynapipe_ext.schedules.step_plan import StepPlan
 SampledBatches = Sequence[Sequence[SampleLength]]
 
 _SAMPLED = 3  # batches
-_TRIED = 6  # neighbours planned in a round of moves of layers, those with the least work on the busiest rank
-_ROUNDS = 20  # at most: they end where none of those shortens the steps
-_TRIAL_EFFORT = 4  # a trial has one part in so many of the planner's effort
+_TRIED = 6  # neighbours planned in a round of layer moves, those with the least work on the busiest rank
+_ROUNDS = 20  # at most: they end when none of those shortens the steps
+_TRIAL_EFFORT = 4  # a trial has the planner's effort over this
 _FINALS = 3  # trials with the shortest steps, planned again with all of the effort
-_MORE_STAGES = 4  # a rank, tried where ranks are idle for a larger share of the step than this:
+_MORE_STAGES = 4  # per rank, tried if ranks are idle for a larger share of the step than this:
 _IDLE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementTrial:
-    """What the sampled batches came to under one topology. `makespan_s` is their sum, of the means where plans are
-    judged by these (`Planner.noise`); the peak is the largest rank's.
+    """Steps of the sampled batches under one topology. `makespan_s` is their sum, of means under timing noise
+    (`Planner.noise`); the peak is the largest rank's.
 
     `refusal` says why no plan was found; the figures are then infinite and 0.
     """
@@ -48,9 +48,12 @@ class PlacementTrial:
 
 @dataclass(frozen=True, slots=True)
 class PlacementSearch:
-    """Tries topologies of one shape, that of `base`, on the same batches. `planner_over` gives the planner of a
-    topology, and `step_of` the step that it makes of a batch (or raises PlanError or VerificationError). With `halves`
-    stages may begin and end between attention and MLP. Placements are tried under each of the `vocabularies`."""
+    """Search of the topologies with the degrees of `base`, on the same batches.
+
+    `planner_over` returns the planner of a topology, and `step_of` the step that it makes of a batch (or raises
+    PlanError or VerificationError). With `halves`, stages may begin and end between attention and MLP. Placements are
+    tried under each of the `vocabularies`.
+    """
 
     base: Topology
     planner_over: Callable[[Topology], Planner]
@@ -60,118 +63,110 @@ class PlacementSearch:
     halves: bool = False
     vocabularies: Sequence[Vocabulary] = ("whole",)
 
-    def trials(self, names: Sequence[PlacementName], stages_per_rank: int | None = None) -> tuple[PlacementTrial, ...]:
-        """The best trial of every placement, the best of all first, without placements that the model cannot fill.
+    def trials(self, names: Sequence[PlacementName]) -> tuple[PlacementTrial, ...]:
+        """Return the best trial of every placement, the best first, without placements that the model cannot fill.
 
-        Without `stages_per_rank`, ranks have the placement's own number. Where few micro-batches leave them idle, the
-        better placement of several stages a rank is tried with more, too, which fill and drain in less time.
+        If ranks with several stages idle for much of the step, as with few micro-batches, the better such placement is
+        tried with more stages per rank as well, which fill and drain in less time.
 
-        Errors: PlanError where no placement has a plan, with the reason of the first; ConfigError where none can be
-        made.
+        Raises PlanError if no placement has a plan, with the reason of the first; ConfigError if none can be made.
         """
         trials: list[PlacementTrial] = []
-        refusal: ConfigError | None = None
+        errors: list[ConfigError] = []
         for name, vocabulary in product(names, self.vocabularies):
             try:
-                trials.append(self._best_of(name, stages_per_rank, vocabulary))
+                trials.append(self._find_best(name, None, vocabulary))
             except ConfigError as error:
-                refusal = refusal or error
-        several = [one for one in trials if not one.topology.placement_name.startswith("linear")]
-        if several and not stages_per_rank:
-            best = min(several, key=lambda one: one.makespan_s)
-            if best.bubble_ratio > _IDLE:
-                with suppress(ConfigError):  # the model cannot fill so many
-                    name = cast(PlacementName, best.topology.placement_name.partition(",")[0])
-                    trials.append(self._best_of(name, _MORE_STAGES, best.topology.vocabulary))
+                errors.append(error)
         if not trials:
-            assert refusal is not None
-            raise refusal
-        if all(one.refusal for one in trials):
+            raise errors[0]
+        several = [trial for trial in trials if not trial.topology.placement_name.startswith("linear")]
+        best = min(several, key=_get_makespan_s, default=trials[0])
+        if best in several and best.bubble_ratio > _IDLE:
+            with suppress(ConfigError):  # the model cannot fill as many
+                name = cast(PlacementName, best.topology.placement_name.partition(",")[0])
+                trials.append(self._find_best(name, _MORE_STAGES, best.topology.vocabulary))
+        if all(trial.refusal for trial in trials):
             raise PlanError(f"no placement of stages has a plan: {trials[0].refusal}")
-        return tuple(sorted(trials, key=lambda one: one.makespan_s))
+        return tuple(sorted(trials, key=_get_makespan_s))
 
-    def _best_of(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> PlacementTrial:
-        """The placement with even layers or its best. Errors: ConfigError where the model cannot fill it."""
-        even = self._shaped(name, stages_per_rank, vocabulary)
-        finals = {one.layers_per_stage: one for one in (even, *self._promising(even))}.values()
-        return min((self._trial(one, 1) for one in finals), key=lambda one: one.makespan_s)
+    def _find_best(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> PlacementTrial:
+        """Try the placement with even layers and the most promising ones. Raises ConfigError if the model cannot fill
+        it."""
+        placement = () if name == "linear" else placement_of(name, self.base.pp, stages_per_rank)
+        layers = replace(self.base, placement=placement, layers_per_stage=(), vocabulary="whole")
+        even = spread_vocabulary(layers.with_layers(self.num_layers), vocabulary)
+        finals = {topology.layers_per_stage: topology for topology in (even, *self._list_promising(even))}.values()
+        return min((self._try(topology, 1) for topology in finals), key=_get_makespan_s)
 
-    def _shaped(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> Topology:
-        base = self.base
-        if name == "linear":
-            stages_per_rank = None
-        ranks = placement_of(name, base.pp, stages_per_rank)
-        placement = () if name == "linear" else ranks
-        layers = replace(base, placement=placement, layers_per_stage=(), vocabulary="whole")
-        return spread_vocabulary(layers.with_layers(self.num_layers), vocabulary)
+    def _list_promising(self, even: Topology) -> list[Topology]:
+        """Return the topologies with the shortest steps of all that were tried on the way from even layers to the best.
 
-    def _promising(self, even: Topology) -> list[Topology]:
-        """The topologies with the shortest steps of all that were tried on the way from even layers to the best. Trials
-        of little effort differ by chance as much as layers of which one moves."""
-        best = self._trial(even, _TRIAL_EFFORT)
+        Several, because trials of little effort differ by chance as much as layers of which one moves.
+        """
+        best = self._try(even, _TRIAL_EFFORT)
         trials, seen = [best], {even.layers_per_stage}
         for _ in range(_ROUNDS):
-            near = _neighbours(best.topology, halves=self.halves)
-            fresh = [one for one in near if one.layers_per_stage not in seen]
-            seen.update(one.layers_per_stage for one in fresh)
-            fresh.sort(key=self._busiest_ns)
-            tried = [self._trial(one, _TRIAL_EFFORT) for one in fresh[:_TRIED]]
+            fresh = [t for t in _list_neighbours(best.topology, halves=self.halves) if t.layers_per_stage not in seen]
+            seen.update(topology.layers_per_stage for topology in fresh)
+            fresh.sort(key=self._measure_busiest)
+            tried = [self._try(topology, _TRIAL_EFFORT) for topology in fresh[:_TRIED]]
             trials += tried
-            better = min(tried, key=lambda one: one.makespan_s, default=best)
+            better = min(tried, key=_get_makespan_s, default=best)
             if better.makespan_s >= best.makespan_s:
                 break
             best = better
-        return [one.topology for one in sorted(trials, key=lambda one: one.makespan_s)[:_FINALS]]
+        return [trial.topology for trial in sorted(trials, key=_get_makespan_s)[:_FINALS]]
 
-    def _trial(self, topology: Topology, part: int) -> PlacementTrial:
-        """All batches planned with one part in so many of the effort."""
+    def _try(self, topology: Topology, part: int) -> PlacementTrial:
+        """Plan all batches with the effort over `part`."""
         planner = self.planner_over(topology)
         planner = replace(planner, effort=planner.effort // part)
-        makespan_s, bubbles, peak_bytes = 0.0, 0.0, 0
-        for samples in self.batches:
-            try:
-                plan = self.step_of(planner, samples)
-            except (PlanError, VerificationError) as error:
-                return PlacementTrial(
-                    topology=topology, makespan_s=float("inf"), peak_bytes=0, bubble_ratio=0.0, refusal=str(error)
-                )
-            makespan_s += plan.mean_makespan_ns(planner.noise) / 1e9
-            bubbles += sum(p.bubble_ratio for p in plan.predictions) / len(plan.predictions)
-            peak_bytes = max(peak_bytes, *(max(p.peak_bytes) for p in plan.predictions))
+        try:
+            plans = [self.step_of(planner, samples) for samples in self.batches]
+        except (PlanError, VerificationError) as error:
+            return PlacementTrial(
+                topology=topology, makespan_s=float("inf"), peak_bytes=0, bubble_ratio=0.0, refusal=str(error)
+            )
+        bubbles = [sum(p.bubble_ratio for p in plan.predictions) / len(plan.predictions) for plan in plans]
         return PlacementTrial(
             topology=topology,
-            makespan_s=makespan_s,
-            peak_bytes=peak_bytes,
-            bubble_ratio=bubbles / max(1, len(self.batches)),
+            makespan_s=sum(plan.mean_makespan_ns(planner.noise) / 1e9 for plan in plans),
+            peak_bytes=max((plan.peak_bytes for plan in plans), default=0),
+            bubble_ratio=sum(bubbles) / max(1, len(plans)),
         )
 
-    def _busiest_ns(self, topology: Topology) -> tuple[int, tuple[float, ...]]:
-        """Work of the busiest rank with every sample of the first batch by itself: what moving layers changes first."""
+    def _measure_busiest(self, topology: Topology) -> tuple[int, tuple[float, ...]]:
+        """Return the busiest rank's work with every sample of the first batch by itself: what layer moves change first.
+
+        The layers break ties.
+        """
         samples, planner = self.batches[0] if self.batches else (), self.planner_over(topology)
-        alone = [MicroBatch((sample,), planner.layout, pad_multiple=planner.pad_multiple) for sample in samples]
-        priced = planner.costs.evaluate(alone)
-        work = (priced.forward_ns + priced.backward_ns).sum(axis=1)
+        rows = [MicroBatch((sample,), planner.layout, pad_multiple=planner.pad_multiple) for sample in samples]
+        costs = planner.costs.evaluate(rows)
         by_rank = [0] * topology.pp
-        for stage, rank in enumerate(topology.stage_ranks):
-            by_rank[rank] += int(work[stage])
+        for rank, work in zip(topology.stage_ranks, (costs.forward_ns + costs.backward_ns).sum(axis=1), strict=True):
+            by_rank[rank] += int(work)
         return max(by_rank), topology.layers_per_stage
 
 
-def _neighbours(topology: Topology, *, halves: bool) -> Iterator[Topology]:
-    """Topologies with one layer, or half of one, moved from a stage that keeps as much to another stage of layers."""
+def _get_makespan_s(trial: PlacementTrial) -> float:
+    return trial.makespan_s
+
+
+def _list_neighbours(topology: Topology, *, halves: bool) -> Iterator[Topology]:
+    """Yield topologies with one layer, or half of one, moved from a stage that keeps as much to another with layers."""
     layers, stages = topology.layers_per_stage, topology.layer_stages
-    for amount in (0.5, 1) if halves else (1,):
-        for giver in stages:
-            for taker in stages:
-                if taker != giver and layers[giver] > amount:
-                    moved = list(layers)
-                    moved[giver] -= amount
-                    moved[taker] += amount
-                    yield replace(topology, layers_per_stage=tuple(moved))
+    for amount, giver, taker in product((0.5, 1) if halves else (1,), stages, stages):
+        if taker != giver and layers[giver] > amount:
+            moved = list(layers)
+            moved[giver] -= amount
+            moved[taker] += amount
+            yield replace(topology, layers_per_stage=tuple(moved))
 
 
 def sampled_batches(num_batches: int) -> tuple[int, ...]:
-    """Numbers of a few batches spread evenly over an epoch.
+    """Return the numbers of a few batches spread evenly over an epoch.
 
     >>> sampled_batches(100), sampled_batches(2)
     ((0, 33, 66), (0, 1))

@@ -1,4 +1,4 @@
-"""What no plan beats: bounds of a schedule, of a cut batch, of the whole batch, and the certificate of them."""
+"""Bounds that no plan beats: of a replica's orders and of all plans of a batch, and the certificate of both."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ReplicaBounds:
 
     stage: the busiest rank's work, plus the shortest time before its first action and after its last.
     chain: the longest dependency chain of one micro-batch. heads_tails: the preemptive one-machine bound, at least
-    both. byte_time: byte-seconds that cannot be avoided over the bytes that the limit leaves free; None where no limit
-    was given, and for forwards alone, which hold nothing from one to the next.
+    both. byte_time: byte-seconds that cannot be avoided over the bytes that the limit leaves free; None if no limit
+    was given, and for forward-only schedules, which hold nothing from one action to the next.
     """
 
     stage_ns: int
@@ -148,13 +148,13 @@ def _preemptive_ns(heads: IntArray, durations: IntArray, tails: IntArray) -> int
 
 FloatArray = npt.NDArray[np.float64]
 
-_NEXT_TO_NOTHING_NS = 1e-12  # of a square, where attention took no time that was measured
+_NEXT_TO_NOTHING_NS = 1e-12  # of a square, if attention took no measurable time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFloor:
-    """Least times. One entry a pipeline rank: `work_ns` of all samples, `head_ns` before it, `tail_ns` after it (0 for
-    split backwards, since W may come last). `chain_ns`: the longest of the samples' least dependency chains; with
+    """Least times per pipeline rank: `work_ns` of all samples, `head_ns` before it, `tail_ns` after it (0 for split
+    backwards, since W may come last). `chain_ns`: the longest of the samples' least dependency chains; with
     pieces, the longest sample's work on its busiest rank."""
 
     work_ns: FloatArray
@@ -163,6 +163,7 @@ class BatchFloor:
     chain_ns: float
 
     def bound_ns(self, dp: int) -> int:
+        """Return the least time of a step on `dp` replicas."""
         whole_ns = float((np.maximum(0, self.work_ns) / dp + self.head_ns + self.tail_ns).max())
         return max(0, int(max(whole_ns, self.chain_ns)))
 
@@ -186,60 +187,51 @@ def batch_floor(
     """
     if not samples or any(sample.start for sample in samples):
         return None
-    lengths = [(length, sample.decoder) for sample in samples for length in sample.documents]
-    encoder, decoder = np.array(lengths, np.int64).reshape(-1, 2).T
-    width = int(decoder.max()) + 1
-    pairs, counts = np.unique(encoder * width + decoder, return_counts=True)
-    needs = np.stack(np.divmod(pairs, width), axis=1)
-    ranks = [[s for s, r in enumerate(stage_ranks) if r == rank] for rank in sorted(set(stage_ranks))]
-    if (floor := costs.floor(tuple(stage_ranks), split=split)) is None:
+    floor = costs.floor(tuple(stage_ranks), split=split)
+    if floor is None or (pieces and isinstance(floor, TablePoints) and floor.attended_ns is None):
         return None
-    match floor:
-        case GrowingTimes() as growing:
-            times = _growing(growing, needs, counts, ranks, split, pieces)
-        case points if pieces and points.attended_ns is None:
-            return None
-        case points if packed or pieces:
-            times = _packed(points, needs.astype(np.float64), counts, points.attended_ns if pieces else None)
-        case points:
-            times = _padded(points, needs.astype(np.float64), counts, memory_limit_bytes)
+    lengths = [(length, sample.decoder) for sample in samples for length in sample.documents]
+    needs, counts = np.unique(np.array(lengths, np.int64), axis=0, return_counts=True)
+    ranks = [[s for s, r in enumerate(stage_ranks) if r == rank] for rank in sorted(set(stage_ranks))]
+    if isinstance(floor, GrowingTimes):
+        times = _measure_growing(floor, needs, counts, ranks, split=split, pieces=pieces)
+    elif packed or pieces:
+        times = _measure_packed(floor, needs.astype(np.float64), counts, floor.attended_ns if pieces else None)
+    else:
+        times = _measure_padded(floor, needs.astype(np.float64), counts, memory_limit_bytes)
     work_ns, head_ns, tail_ns, chain_ns = times
     if max(work_ns.max(), head_ns.max(), tail_ns.max(), chain_ns) >= INFEASIBLE:
         return None
-    num_stages, before = len(stage_ranks), np.array([own[0] for own in ranks])
+    before = np.array([own[0] for own in ranks])
     num_parts = int((counts * needs[:, 0]).sum() if pieces else counts.sum())
     longest = int(needs[:, 0].max()) if pieces else 2
     return BatchFloor(
         work_ns=work_ns - floor.error_ns * num_parts * np.array([len(own) for own in ranks]),
         head_ns=head_ns - floor.error_ns * before,
         tail_ns=tail_ns - (0 if split else floor.error_ns) * before,
-        chain_ns=chain_ns - longest * floor.error_ns * num_stages,
+        chain_ns=chain_ns - longest * floor.error_ns * len(stage_ranks),
     )
 
 
 _Times = tuple[FloatArray, FloatArray, FloatArray, float]  # as in BatchFloor, before rounding
 
 
-def _padded(points: TablePoints, needs: FloatArray, counts: IntArray, memory_limit_bytes: int | None) -> _Times:
+def _measure_padded(points: TablePoints, needs: FloatArray, counts: IntArray, memory_limit_bytes: int | None) -> _Times:
     def least(tables: Sequence[PointTable], some: FloatArray) -> list[FloatArray]:
         place = points.place(some)
         fits = None if memory_limit_bytes is None else points.fits(place, memory_limit_bytes)
         return [table.least(place, fits) for table in tables]
 
-    first, last = _extreme(needs, least=True), _extreme(needs, least=False)
+    first, last = _find_extremes(needs, least=True), _find_extremes(needs, least=False)
     work = [math.fsum(counts * values) for values in least(points.work, needs)]
-    return (
-        np.array([work[j] for j in points.work_of]),
-        np.array([values.min() for values in least(points.head, first)]),
-        np.array([values.min() for values in least(points.tail, first)]),
-        float(least([points.chain], last)[0].max()),
-    )
+    heads, tails = (np.array([t.min() for t in least(tables, first)]) for tables in (points.head, points.tail))
+    return np.array(work)[list(points.work_of)], heads, tails, float(least([points.chain], last)[0].max())
 
 
-def _extreme(needs: FloatArray, *, least: bool) -> FloatArray:
-    """The smallest (largest) pairs of lengths: no other pair is at most (at least) as long on both sides.
+def _find_extremes(needs: FloatArray, *, least: bool) -> FloatArray:
+    """Return the smallest (largest) pairs of lengths: no other pair is at most (at least) as long on both sides.
 
-    >>> _extreme(np.array([[1.0, 3.0], [2.0, 1.0], [2.0, 4.0]]), least=True).tolist()
+    >>> _find_extremes(np.array([[1.0, 3.0], [2.0, 1.0], [2.0, 4.0]]), least=True).tolist()
     [[2.0, 1.0], [1.0, 3.0]]
     """
     sign = 1 if least else -1
@@ -251,55 +243,58 @@ def _extreme(needs: FloatArray, *, least: bool) -> FloatArray:
     return np.array(extremes)
 
 
-def _packed(points: TablePoints, needs: FloatArray, counts: IntArray, attended_ns: Sequence[float] | None) -> _Times:
-    """Of whole samples; with `attended_ns` of ranks, of samples in pieces as well."""
+def _measure_packed(
+    points: TablePoints, needs: FloatArray, counts: IntArray, attended_ns: Sequence[float] | None
+) -> _Times:
+    """Measure whole samples; with `attended_ns` of ranks, samples in pieces as well."""
     lengths = np.stack(np.meshgrid(*points.axes, indexing="ij"), axis=-1).reshape(-1, 2)
-    totals = (counts[:, None] * _features(needs)).sum(axis=0)  # whole numbers: exact in any order
+    totals = (counts[:, None] * _list_features(needs)).sum(axis=0)  # whole numbers: exact in any order
 
-    def largest(table: PointTable, held: FloatArray, most_square_ns: float = math.inf) -> float:
-        return _largest_price(lengths, table.values.min(axis=0).ravel(), held, points.has_decoder, most_square_ns)
+    def largest(table: PointTable, held: FloatArray, max_square_ns: float = math.inf) -> float:
+        return _find_largest_price(lengths, table.values.min(axis=0).ravel(), held, points.has_decoder, max_square_ns)
 
-    longest = [_features(need[None])[0] for need in _extreme(needs, least=False)]
+    longest = [_list_features(need[None])[0] for need in _find_extremes(needs, least=False)]
     if attended_ns is None:
-        works = [largest(table, totals) for table in points.work]
-        work = [works[j] for j in points.work_of]
+        work = [largest(table, totals) for table in points.work]
+        work = [work[j] for j in points.work_of]
         chain = max(largest(points.chain_of_row, held) for held in longest)
     else:
         ranks = [(points.work[j], attended / 2) for j, attended in zip(points.work_of, attended_ns, strict=True)]
-        work = [largest(table, totals, most) for table, most in ranks]
-        chain = max(largest(table, held, most) for (table, most), held in product(ranks, longest))
-    heads, tails = ([table.values.min() for table in tables] for tables in (points.head, points.tail))
-    return np.array(work), np.array(heads), np.array(tails), chain
+        work = [largest(table, totals, square) for table, square in ranks]
+        chain = max(largest(table, held, square) for (table, square), held in product(ranks, longest))
+    heads, tails = (np.array([table.values.min() for table in tables]) for tables in (points.head, points.tail))
+    return np.array(work), heads, tails, chain
 
 
-def _features(lengths: FloatArray) -> FloatArray:
-    """Of (encoder, decoder) lengths (n, 2): encoder, decoder, both, both squared; shape (n, 4)."""
+def _list_features(lengths: FloatArray) -> FloatArray:
+    """Return encoder, decoder, both and both squared of (encoder, decoder) lengths (n, 2): shape (n, 4)."""
     both = lengths.sum(axis=1)
     return np.stack([lengths[:, 0], lengths[:, 1], both, both**2], axis=1)
 
 
-def _largest_price(
-    points: FloatArray, cost: FloatArray, totals: FloatArray, has_decoder: bool, most_square_ns: float
+def _find_largest_price(
+    points: FloatArray, cost: FloatArray, totals: FloatArray, has_decoder: bool, max_square_ns: float
 ) -> float:
-    """The largest sum of `totals` times prices of features under which no point costs more than its measured cost, and
-    a square no more than `most_square_ns`."""
+    """Return the largest sum of `totals` times prices of features under which no point costs more than measured, and a
+    square at most `max_square_ns`."""
     run = cost < INFEASIBLE
-    features, cost = _features(points[run]), cost[run]
+    features, cost = _list_features(points[run]), cost[run]
     if not has_decoder:
         if (cost <= 0).any():  # a row of some length is free: so is each of its tokens and squares
             return 0.0
         use = features[:, 2:] / cost[:, None]
-        if most_square_ns < math.inf:
-            use = np.vstack([use, [0.0, 1 / max(most_square_ns, _NEXT_TO_NOTHING_NS)]])
-        return _two_prices(use, totals[2:])
+        if max_square_ns < math.inf:
+            use = np.vstack([use, [0.0, 1 / max(max_square_ns, _NEXT_TO_NOTHING_NS)]])
+        return _maximize_two_prices(use, totals[2:])
     with np.errstate(divide="ignore"):
         return float((totals * (cost[:, None] / features).min(axis=0)).max())
 
 
-def _two_prices(use: FloatArray, totals: FloatArray) -> float:
-    """max p . totals over p >= 0 with use p <= 1, which bounds both: at a corner of two constraints, or on an axis.
+def _maximize_two_prices(use: FloatArray, totals: FloatArray) -> float:
+    """Return max p . totals over p >= 0 with use p <= 1, which bounds both: at a corner of two constraints, or on an
+    axis.
 
-    >>> _two_prices(np.array([[0.25, 0.5], [0.5, 0.25]]), np.array([3.0, 3.0]))
+    >>> _maximize_two_prices(np.array([[0.25, 0.5], [0.5, 0.25]]), np.array([3.0, 3.0]))
     8.0
     """
     i, j = np.triu_indices(len(use), 1)
@@ -314,13 +309,8 @@ def _two_prices(use: FloatArray, totals: FloatArray) -> float:
     return float(((prices[:, 0] * totals[0] + prices[:, 1] * totals[1]) / used.max(axis=1)).max())
 
 
-def _growing(
-    growing: GrowingTimes,
-    needs: IntArray,
-    counts: IntArray,
-    ranks: Sequence[Sequence[int]],
-    split: bool,
-    pieces: bool,
+def _measure_growing(
+    growing: GrowingTimes, needs: IntArray, counts: IntArray, ranks: Sequence[list[int]], *, split: bool, pieces: bool
 ) -> _Times:
     num_samples = int(counts.sum())
     together, alone = (growing.padded(rows, needs) for rows in (num_samples, 1))
@@ -328,16 +318,19 @@ def _growing(
         never = np.full(len(ranks), NEVER_NS)
         return never, never, never, NEVER_NS
     whole = together.forward + together.backward
-    work = np.array([math.fsum(whole[list(own)].sum(axis=0) * counts) / num_samples for own in ranks])
-    work = work - [float(growing.rounding_ns[list(own)].sum()) for own in ranks]
+    work = [
+        math.fsum(whole[own].sum(axis=0) * counts) / num_samples - float(growing.rounding_ns[own].sum())
+        for own in ranks
+    ]
     least = growing.padded(1, np.array([[1, 0]])) if pieces else alone
-    upstream = [np.cumsum(np.vstack([0 * x[:1], x]), axis=0).min(axis=1) for x in (least.forward, least.backward)]
     firsts = [own[0] for own in ranks]
-    tail = np.zeros(len(ranks)) if split else upstream[1][firsts]
-    chain = alone.chain
-    if pieces:
-        chain = np.max([(alone.forward + alone.backward)[list(own)].sum(axis=0) for own in ranks], axis=0)
-    return work, upstream[0][firsts], tail, float(chain.max())
+    head, tail = (
+        np.cumsum(np.vstack([0 * x[:1], x]), axis=0).min(axis=1)[firsts] for x in (least.forward, least.backward)
+    )
+    chain = (
+        max((alone.forward + alone.backward)[own].sum(axis=0).max() for own in ranks) if pieces else alone.chain.max()
+    )
+    return np.array(work), head, 0 * tail if split else tail, float(chain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,9 +339,9 @@ class Certificate:
 
     `batch_ns`: no plan of these samples on so many replicas ends earlier under the same memory limit, whatever its
     micro-batches, order, recomputation and replicas. The plans meant are those of the kind of this plan: padded ones
-    (or packed ones as well, if this plan packs), with whole backwards (or split ones as well, if it splits), of whole
-    samples (or of pieces as well, if it has pieces). None where no such bound is known: a cost model other than the
-    four of this package, or samples cut at the ends of fixed rows.
+    (or packed ones as well, if this plan packs), with full backwards (or split ones as well, if it splits), of whole
+    samples (or of pieces as well, if it has pieces). None if no such bound is known: for a cost model without a floor,
+    or samples cut at the ends of fixed rows.
     `free_batch_ns`: the same for layers anywhere on as many ranks and any memory, so the least work of the samples over
     the ranks. `certify` leaves it None; the function `free_batch_ns` computes it.
     """
@@ -360,12 +353,12 @@ class Certificate:
 
     @property
     def bound_ns(self) -> int:
-        """No order of these micro-batches can be faster: the largest bound of any replica."""
+        """The largest bound of any replica: no order of these micro-batches can be faster."""
         return max((replica.best_ns for replica in self.replicas), default=0)
 
     @property
     def gap(self) -> float | None:
-        """Makespan over `bound_ns`, less 1; None where nothing is to be done."""
+        """Makespan over `bound_ns`, less 1; None for an empty step."""
         return _gap(self.makespan_ns, self.bound_ns)
 
     @property

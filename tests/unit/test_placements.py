@@ -145,7 +145,6 @@ def test_few_micro_batches_get_four_stages_a_rank_where_that_is_faster_and_many_
     named = {trial.topology.num_stages // BASE.pp: trial.makespan_s for trial in reversed(few.trials(NAMES))}
     assert set(named) == {1, 2, 4}
     assert named[4] < 0.97 * named[2]
-    assert all(trial.topology.num_stages <= 8 for trial in few.trials(("linear", "v"), 2))
     many = replace(search(architecture=light_head), batches=[sample_lengths([900] * 48)])
     assert max(trial.topology.num_stages for trial in many.trials(NAMES)) == 8
 
