@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
-from dynapipe_ext.batch.micro_batches import count_positions
 from dynapipe_ext.costs.adjustments import adjust, fitted_times, times_by_letter
+from dynapipe_ext.costs.features import count_positions
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_error
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel

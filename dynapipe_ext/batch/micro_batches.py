@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from operator import attrgetter, mul
+from operator import attrgetter
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -455,46 +455,9 @@ def carried_start(micro_batch: MicroBatch) -> int:
     return micro_batch.samples[0].start if micro_batch.attention == "carried" else 0
 
 
-def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
-    """Return the padded tokens, and the positions that attend x the positions attended to, in the self-attention of
-    both sides.
-
-    The latter are rows x length squared if padded or attending over the row; the sum over documents (the row's padding
-    is one more) if attention restarts at each. A piece of a longer sample attends to the pieces before it, too: the
-    squares of all its pieces are those of the sample.
-    """
-    encoder, decoder = micro_batch.encoder_len, micro_batch.decoder_len
-    documents = micro_batch.documents
-    if len(documents) == 1 and not decoder and micro_batch.attention == "document" and micro_batch.layout == "packed":
-        return encoder, documents[0] ** 2 + (encoder - documents[0]) ** 2  # most rows if samples are long
-    tokens = micro_batch.padded_tokens
-    if micro_batch.layout == "padded" or micro_batch.attention == "row":
-        return tokens, micro_batch.rows * (encoder**2 + decoder**2)
-    squares = _squares(documents, encoder)
-    if decoder:
-        squares += _squares([s.decoder for s in micro_batch.samples], decoder)
-    # A piece's end^2 - start^2 is this much more than its length squared.
-    return tokens, int(squares + 2 * carried_start(micro_batch) * micro_batch.samples[0].encoder)
-
-
-def counted_positions(micro_batches: Sequence[MicroBatch]) -> npt.NDArray[np.int64]:
-    """Return `count_positions` of every micro-batch, shape (2, M)."""
-    try:
-        table = np.fromiter(chain.from_iterable(map(count_positions, micro_batches)), np.int64, 2 * len(micro_batches))
-    except OverflowError as error:
-        raise refused_length(max(m.padded_tokens for m in micro_batches)) from error
-    return np.ascontiguousarray(table.reshape(-1, 2).T)
-
-
 def refused_length(positions: int) -> PlanError:
     """Make the error for a micro-batch that is too long."""
     return PlanError(
         f"a micro-batch of {positions} positions takes longer than 64 bits of nanoseconds count: lower max_tokens, or"
         " truncate samples"
     )
-
-
-def _squares(documents: Sequence[int], row_len: int) -> int:
-    padding = row_len - sum(documents)
-    squares: int = sum(map(mul, documents, documents))
-    return squares + padding * padding

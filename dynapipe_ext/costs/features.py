@@ -136,6 +136,12 @@ class Features:
         return squares
 
 
+def count_positions(m: MicroBatch) -> tuple[int, int]:
+    """Return `Features.tokens` and `Features.squares` of one micro-batch."""
+    features = Features.of([m])
+    return int(features.tokens[0]), int(features.squares[0])
+
+
 def _count_positions(m: MicroBatch) -> tuple[int, int, int, int, int]:
     """Return the `Features.positions` of one micro-batch, without what a piece attends to in earlier pieces."""
     encoder, decoder, documents = m.encoder_len, m.decoder_len, m.documents

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.batch.micro_batches import count_positions
+from dynapipe_ext.costs.features import count_positions
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline

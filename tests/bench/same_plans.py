@@ -27,11 +27,12 @@ from contenders import INTERLEAVED, MEMORY_LIMIT_BYTES, REAL_BYTES, TOPOLOGY, V,
 from judged import CASES, Bench, samples_of
 from plans import placed, planner_of
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, count_positions, sample_lengths
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.adjustments import FrozenWeights, adjust, times_by_letter
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
+from dynapipe_ext.costs.features import count_positions
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, check_cover, count_positions, sample_lengths
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, check_cover, sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
+from dynapipe_ext.costs.features import count_positions
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import DataError, PlanError
 from dynapipe_ext.executor.proven_step import prove_step

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, MicroBatch, Recompute, SampleLength, count_positions
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adjustments import (
     AdjustedCosts,
@@ -21,6 +21,7 @@ from dynapipe_ext.costs.adjustments import (
     times_by_letter,
 )
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.features import count_positions
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_error
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json

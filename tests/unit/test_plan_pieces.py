@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from dynapipe_ext.batch.micro_batches import (
     MicroBatch,
     SampleLength,
-    count_positions,
     pieces_by_position,
     sample_lengths,
     sample_pieces,
@@ -25,6 +24,7 @@ from dynapipe_ext.batch.micro_batches import (
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.features import count_positions
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.proven_step import prove_step
