@@ -103,12 +103,12 @@ def _make_schedule(rows: Sequence[_Row], name: str) -> PipelineSchedule:
     return PipelineSchedule(name, tuple(map(tuple, ranks)), stage_ranks)
 
 
-def draw(schedule: PipelineSchedule, trace: Trace, *, width: int = 100) -> str:
+def draw(schedule: PipelineSchedule, trace: Trace, *, width: int) -> str:
     """Draw a picture for terminals: a row per rank, columns in proportion to time, `width` columns for the makespan.
 
     F of micro-batch 3 is "3---", B "3'==", I "3i==", W "3w~~"; idle time is dots. If ranks hold several stages, the
     stage comes first ("1.3---") if it fits into every action. An action too short for its label shows as much of it as
-    fits. Raises PlanError if the trace is not of this schedule, or `width` is below 1.
+    fits.
     """
     margin = len(str(len(schedule.ranks) - 1))
     rows = picture(schedule, trace, width=width)
@@ -117,22 +117,13 @@ def draw(schedule: PipelineSchedule, trace: Trace, *, width: int = 100) -> str:
 
 def picture(schedule: PipelineSchedule, trace: Trace, *, width: int) -> list[list[tuple[str, Kind | None]]]:
     """Return the rows of `draw` as texts: an action's with its kind, or dots and None while the rank is idle."""
-    if width < 1:
-        raise PlanError(f"width is {width} columns but a picture needs at least 1")
     start_s = min((span.start_s for span in trace.spans), default=0.0)
     scale = width / trace.makespan_s if trace.makespan_s > 0 else 0.0
-    columns: list[list[tuple[int, int, Action]]] = []
-    of_rank = trace.by_rank()
-    for rank, actions in enumerate(schedule.ranks):
-        spans = sorted(of_rank.get(rank, ()), key=lambda span: (span.start_s, span.end_s))
-        if sorted(span.label for span in spans) != sorted(map(str, actions)):
-            raise PlanError(f"the trace of rank {rank} has other actions than schedule {schedule.name!r}")
-        columns.append([])
-        end = 0
-        for span in spans:
-            left = max(end, round((span.start_s - start_s) * scale))
-            end = max(left, round((span.end_s - start_s) * scale))
-            columns[rank].append((left, end, Action.parse(span.label)))
+    columns: list[list[tuple[int, int, Action]]] = [[] for _ in schedule.ranks]
+    for span in sorted(trace.spans, key=lambda span: (span.start_s, span.end_s)):
+        row = columns[span.rank]
+        left = max(row[-1][1] if row else 0, round((span.start_s - start_s) * scale))
+        row.append((left, max(left, round((span.end_s - start_s) * scale)), Action.parse(span.label)))
     with_stage = len(schedule.ranks) < schedule.num_stages and all(
         len(_label(action, with_stage=True)) <= right - left for row in columns for left, right, action in row
     )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
-from dynapipe_ext.schedules.evaluation.timing_noise import mean_makespan_ns, spread_of
+from dynapipe_ext.schedules.evaluation.simulate import mean_makespan_ns, peak_bytes
 from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 from dynapipe_ext.schedules.step_plan import StepPlan
 
@@ -29,12 +28,12 @@ def in_rounds(plan: StepPlan, limit_bytes: int, noise: float) -> tuple[PipelineS
     schedules = []
     for schedule, costs in zip(plan.schedules, plan.costs, strict=True):
         if (twins := (id(schedule), id(costs))) not in made:
-            made[twins] = _sooner(schedule, costs, limit_bytes, spread_of(noise))
+            made[twins] = _sooner(schedule, costs, limit_bytes, noise)
         schedules.append(made[twins])
     return tuple(schedules)
 
 
-def _sooner(schedule: PipelineSchedule, costs: MicroBatchCosts, limit_bytes: int, spread: int) -> PipelineSchedule:
+def _sooner(schedule: PipelineSchedule, costs: MicroBatchCosts, limit_bytes: int, noise: float) -> PipelineSchedule:
     if not costs.num_micro_batches:
         return schedule
     order = [a.micro_batch for a in schedule.ranks[0] if a.stage == 0 and a.kind is Kind.FORWARD]
@@ -44,4 +43,4 @@ def _sooner(schedule: PipelineSchedule, costs: MicroBatchCosts, limit_bytes: int
     rounds = PipelineSchedule(schedule.name, ranks, schedule.stage_ranks)
     if max(peak_bytes(rounds, costs)) > limit_bytes:
         return schedule
-    return min(schedule, rounds, key=lambda order: mean_makespan_ns(order, costs, spread))
+    return min(schedule, rounds, key=lambda order: mean_makespan_ns(order, costs, noise))

@@ -16,13 +16,13 @@ from dynapipe_ext.schedules.evaluation.simulate import (
     SpanNs,
     bubble_ratio,
     last_end_ns,
+    mean_makespan_ns,
     peak_bytes,
     simulate,
     simulate_ns,
     simulate_shared_ns,
     validate,
 )
-from dynapipe_ext.schedules.evaluation.timing_noise import mean_makespan_ns, spread_of
 from dynapipe_ext.timeline import Trace
 
 ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
@@ -92,7 +92,7 @@ class StepPlan:
         if not noise:
             return self.makespan_ns
         priced = zip(self.schedules, self.costs, strict=True)
-        return max(mean_makespan_ns(schedule, costs, spread_of(noise)) for schedule, costs in priced)
+        return max(mean_makespan_ns(schedule, costs, noise) for schedule, costs in priced)
 
     @property
     def lower_bound_s(self) -> float:

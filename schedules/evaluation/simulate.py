@@ -62,7 +62,7 @@ def validate(
                 )
     if progress:
         no_times = np.zeros((num_stages, num_micro_batches), np.int64)
-        run_in_times(schedule, no_times, no_times, no_times, no_times, no_times[1:])
+        _run(schedule, no_times, no_times, no_times, no_times, no_times[1:])
 
 
 def _list_kinds(
@@ -103,7 +103,7 @@ def simulate_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list
     action at which each of them is blocked.
     """
     _check_costs(schedule, costs)
-    return run_in_times(schedule, *_times(costs))
+    return _run(schedule, *_times(costs))
 
 
 def _times(costs: MicroBatchCosts) -> tuple[IntArray, ...]:
@@ -111,8 +111,7 @@ def _times(costs: MicroBatchCosts) -> tuple[IntArray, ...]:
     return costs.forward_ns, costs.backward_ns, costs.input_ns, costs.weight_ns, costs.transfer_ns
 
 
-def run_in_times(schedule: PipelineSchedule, *times_ns: IntArray) -> list[list[SpanNs]]:
-    """Return the spans of `simulate_ns` with these times of F, B, I, W and transfers."""
+def _run(schedule: PipelineSchedule, *times_ns: IntArray) -> list[list[SpanNs]]:
     spans: list[list[SpanNs]]
     spans, stuck = _call_core(native.simulated, schedule, schedule.stage_ranks, times_ns)
     if stuck:
@@ -160,6 +159,47 @@ def _check_costs(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
 def makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> int:
     """Return the time from the first start to the last end; 0 for an empty schedule. Raises as simulate_ns."""
     return last_end_ns(simulate_ns(schedule, costs))
+
+
+_SHARES = 1024  # shares of times are counted in parts of one in this many
+_PAIRS = 8
+
+
+def spread_of(noise: float) -> int:
+    """Return the largest share of an action's time by which it is perturbed, in 1024ths.
+
+    >>> spread_of(0.25)
+    256
+    """
+    return round(noise * _SHARES)
+
+
+def mean_makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts, noise: float) -> int:
+    """Return the mean makespan if the times of actions are not as predicted; without noise, that of predicted times.
+
+    Ranks run their actions in the planned order, whatever the times turn out to be. The mean is over a few fixed draws
+    (those of the search, `_native/disturbed.hpp`), the same for all orders. An action's share of its time is drawn
+    evenly from -`noise` to `noise`, by its place in the injection order (the number of its micro-batch), its stage and
+    its kind; bytes and transfers stay. Draws come in pairs: what makes an action longer in one makes it as much shorter
+    in the other. A makespan is convex in its times, so the mean of a pair is never below the makespan of the predicted
+    times, nor below a bound on it. Raises PlanError as `simulate_ns`.
+    """
+    if not (spread := spread_of(noise)):
+        return makespan_ns(schedule, costs)
+    weight_ns = costs.weight_ns if schedule.is_split else np.zeros_like(costs.weight_ns)
+    predicted = np.stack([costs.forward_ns, costs.backward_ns - weight_ns, weight_ns])
+    num_kinds, num_stages, count = predicted.shape
+    z = np.arange(predicted.size * _PAIRS, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)  # splitmix64 of each number
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    shares = (z % np.uint64(2 * spread + 1)).astype(np.int64) - spread
+    total_ns = 0
+    for drawn in shares.reshape(count, num_stages, num_kinds, _PAIRS).transpose(3, 2, 1, 0):
+        more = predicted * drawn // _SHARES
+        for forward, gradient, weight in (predicted + more, predicted - more):
+            spans = _run(schedule, forward, gradient + weight, gradient, weight, costs.transfer_ns)
+            total_ns += last_end_ns(spans)
+    return total_ns // (2 * _PAIRS)
 
 
 def last_end_ns(spans: Sequence[Sequence[SpanNs]]) -> int:
@@ -231,33 +271,29 @@ class StageMemory:
     Raises PlanError for a micro-batch of the costs that does not fit by itself.
     """
 
-    __slots__ = ("_free", "_held", "_inside", "_stored", "_working", "_working_later")
-
     def __init__(self, costs: MicroBatchCosts, stage: int, limit_bytes: int) -> None:
-        static = int(costs.static_bytes[stage])
         self._stored, self._working = costs.stored_bytes[stage].tolist(), costs.working_bytes[stage].tolist()
-        self._working_later = costs.working_in != "F"
-        self._free, self._held = limit_bytes - static, 0
+        self._works_later = costs.working_in != "F"
+        static = int(costs.static_bytes[stage])
+        self._free = limit_bytes - static
         self._inside: set[int] = set()
-        for m, (stored, working) in enumerate(zip(self._stored, self._working, strict=True)):
-            if stored + working > self._free:
+        for m, num_bytes in enumerate((costs.stored_bytes + costs.working_bytes)[stage].tolist()):
+            if num_bytes > self._free:
                 raise PlanError(
-                    f"micro-batch {m} alone needs {static + stored + working} B on stage {stage} but the limit is"
+                    f"micro-batch {m} alone needs {static + num_bytes} B on stage {stage} but the limit is"
                     f" {limit_bytes} B: make the micro-batch smaller, recompute more of it, or raise tp or pp"
                 )
 
     def admit(self, micro_batch: int) -> bool:
         """Return whether it entered: its F fits, and so will the backward of everything that is then inside."""
-        held = self._held + self._stored[micro_batch]
-        needing = (*self._inside, micro_batch) if self._working_later else (micro_batch,)
-        if held + max(self._working[m] for m in needing) > self._free:
+        inside = {*self._inside, micro_batch}
+        working = max(self._working[m] for m in (inside if self._works_later else (micro_batch,)))
+        if sum(self._stored[m] for m in inside) + working > self._free:
             return False
-        self._held = held
-        self._inside.add(micro_batch)
+        self._inside = inside
         return True
 
     def release(self, micro_batch: int) -> None:
-        self._held -= self._stored[micro_batch]
         self._inside.remove(micro_batch)
 
 

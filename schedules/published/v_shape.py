@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+import numpy as np
+
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.published.full_backward import check_counts
 
@@ -106,28 +108,23 @@ def _squeeze(slots: dict[Action, int], num_ranks: int, most: int) -> dict[Action
     """Move each action, in order of time, to the earliest free slot after its input with at most `most` held."""
     rank_of, squeezed = v_placement(num_ranks), dict(slots)
     taken: list[set[int]] = [set() for _ in range(num_ranks)]
-    held = [[0] * (max(slots.values()) + 2) for _ in range(num_ranks)]
-
-    def hold(rank: int, first: int, end: int, change: int) -> None:
-        for slot in range(first, end):
-            held[rank][slot] += change
-
+    held = np.zeros((num_ranks, max(slots.values()) + 2), np.int64)
     for action, slot in slots.items():
         if action.kind is _F:
             weight = Action(action.stage, _W, action.micro_batch)
-            hold(rank_of[action.stage], slot, slots[weight] + 1, 1)
+            held[rank_of[action.stage], slot : slots[weight] + 1] += 1
     for action, slot in sorted(slots.items(), key=lambda item: item[1]):
         stage, kind, m = action.stage, action.kind, action.micro_batch
         rank = rank_of[stage]
         before = [_find_input(action, 2 * num_ranks), Action(stage, kind, m - 1) if m else None]
         first = 1 + max((squeezed[other] for other in before if other), default=-1)
         if kind is _F:
-            first = max([first, *(at + 1 for at in range(first, slot) if held[rank][at] >= most)])
+            first = max([first, *(at + 1 for at in range(first, slot) if held[rank, at] >= most)])
         free_slot = next(at for at in range(first, slot + 1) if at not in taken[rank])
         if kind is _F:
-            hold(rank, free_slot, slot, 1)
+            held[rank, free_slot:slot] += 1
         elif kind is _W:
-            hold(rank, free_slot + 1, slot + 1, -1)
+            held[rank, free_slot + 1 : slot + 1] -= 1
         squeezed[action] = free_slot
         taken[rank].add(free_slot)
     return squeezed

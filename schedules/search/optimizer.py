@@ -14,8 +14,7 @@ from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.partitioning.padded import Cut
 from dynapipe_ext.schedules.actions import Action, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import SharedCores, peak_bytes, validate
-from dynapipe_ext.schedules.evaluation.timing_noise import spread_of
+from dynapipe_ext.schedules.evaluation.simulate import SharedCores, peak_bytes, spread_of, validate
 from dynapipe_ext.schedules.search.problem import (
     NEVER,
     AnnealingSchedule,

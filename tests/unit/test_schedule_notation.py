@@ -132,15 +132,6 @@ def test_comments_and_empty_lines_are_passed_over() -> None:
     assert parse_lines("# one stage\n\n0: 0F0 0B0  # all of it\n").lines() == [["0F0", "0B0"]]
 
 
-def test_a_picture_refuses_a_trace_of_other_actions_and_an_impossible_width() -> None:
-    schedule = one_f_one_b(1, 1)
-    other = Trace((Span(rank=0, label="0F0", start_s=0.0, end_s=1.0),))
-    with pytest.raises(PlanError, match="the trace of rank 0 has other actions than schedule '1f1b'"):
-        draw(schedule, other)
-    with pytest.raises(PlanError, match="width is 0 columns"):
-        draw(schedule, other, width=0)
-
-
 def test_actions_without_duration_leave_a_picture_whole() -> None:
     spans = [Span(rank=0, label=label, start_s=end, end_s=end) for label, end in (("0F0", 0.0), ("0B0", 1.0))]
     assert draw(one_f_one_b(1, 1), Trace(tuple(spans)), width=5) == "0 |.....|\n"
