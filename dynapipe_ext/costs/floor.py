@@ -1,4 +1,4 @@
-"""The least times that a cost model promises, so that a global batch can be bounded before it is cut (`batch_floor`).
+"""Minimum times that a cost model promises, so that a global batch can be bounded before it is cut (`batch_floor`).
 
 Either form holds for every micro-batch that the model can price: `TablePoints` for times that are multilinear between
 measured points, `GrowingTimes` for times that grow with tokens and squared lengths.
@@ -16,14 +16,13 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-ROUNDING_NS = (
-    3.0  # of F and B (or I and W) of one micro-batch on one stage, in the floor and in what is held against it
-)
+# Rounding of F and B (or I and W) of one micro-batch on one stage, in the bound and in what is compared with it.
+ROUNDING_NS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedTimes:
-    """Of n padded micro-batches under the fastest recomputation, ns: F and B (S, n), the dependency chain (n,)."""
+    """Times in ns of n padded micro-batches under the fastest recomputation: F and B (S, n), dependency chain (n,)."""
 
     forward: FloatArray
     backward: FloatArray
@@ -34,9 +33,9 @@ class PaddedTimes:
 class GrowingTimes:
     """Times of the form overhead + a tokens + b squares with nothing negative, for rows of either layout.
 
-    `padded(rows, lengths)`: of micro-batches of so many rows of each (encoder, decoder) length (n, 2). `rounding_ns`,
-    shape (S,): what a model adds at most by rounding its work up (experts' capacity), which is no sample's own.
-    `error_ns`: what rounding to whole nanoseconds changes at most, of F and B of one micro-batch on one stage.
+    `padded(rows, lengths)`: micro-batches of `rows` rows of each (encoder, decoder) length (n, 2). `rounding_ns`, shape
+    (S,): what a model adds at most by rounding its work up (experts' capacity), which belongs to no sample. `error_ns`:
+    what rounding to whole nanoseconds changes at most, of F and B of one micro-batch on one stage.
     """
 
     padded: Callable[[int, IntArray], PaddedTimes]
@@ -44,83 +43,68 @@ class GrowingTimes:
     error_ns: float = ROUNDING_NS
 
 
-NEVER_NS = 1e300  # of a shape that cannot run: what leans on it in the least stays far above any time
+NEVER_NS = 1e300  # of a shape that cannot run: a minimum over points that include it stays far above any time
 _ROUNDING_BYTES = 2
+_Weights = tuple[tuple[IntArray, FloatArray | float], ...]  # indices of points of an axis, and their shares
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlace:
-    """Where n samples lie between measured points. For the encoder (e) and decoder (d) axis: the points below and
-    above, the share of the upper one, and the first point that is longer. `outside`: the sample is longer than every
-    point."""
+    """The places of n samples among measured points. For the encoder and the decoder axis: the points below and above
+    with their shares, and the first point that is longer. `outside`: the sample is longer than every point."""
 
-    e_low: IntArray
-    e_high: IntArray
-    e_share: FloatArray
-    e_longer: IntArray
-    d_low: IntArray
-    d_high: IntArray
-    d_share: FloatArray
-    d_longer: IntArray
+    between: tuple[_Weights, _Weights]
+    longer: tuple[_Weights, _Weights]
     outside: BoolArray
 
-    def between(self, values: FloatArray) -> FloatArray:
-        """(Q, E, D) at the samples' own lengths: (Q, n)."""
-        low = values[:, self.e_low, self.d_low] * (1 - self.e_share) + values[:, self.e_high, self.d_low] * self.e_share
-        if values.shape[2] == 1:
-            return low
-        high = values[:, self.e_low, self.d_high] * (1 - self.e_share)
-        high += values[:, self.e_high, self.d_high] * self.e_share
-        return low * (1 - self.d_share) + high * self.d_share
+    def mix(self, values: FloatArray, encoder_is_longer: bool = False, decoder_is_longer: bool = False) -> FloatArray:
+        """Interpolate (Q, E, D) at the samples' own lengths, or take the first longer point of a side: (Q, n)."""
+        encoder = (self.longer if encoder_is_longer else self.between)[0]
+        decoder = (self.longer if decoder_is_longer else self.between)[1]
+        mixed = np.zeros(())
+        for d, decoder_share in decoder:
+            mixed = mixed + sum((values[:, e, d] * share for e, share in encoder), np.zeros(())) * decoder_share
+        return mixed
 
 
 @dataclass(frozen=True, slots=True)
 class PointTable:
-    """Values (Q, E, D) at points; `rows_of` tells which number of rows and which recomputation each q is of.
+    """Values (Q, E, D) at points; `rows_of` tells which number of rows and which recomputation mode each q is of.
 
-    `longer_e`, `longer_d`, `longer`: the least from a point on, over longer encoder sides, decoder sides, both; with
-    one more place for "longer than any".
+    `longer[i][j]`: if i, each value is the least over encoder sides from its point on, and there is one more point for
+    "longer than any"; if j, the same for decoder sides.
     """
 
     values: FloatArray
     rows_of: IntArray
-    longer_e: FloatArray
-    longer_d: FloatArray
-    longer: FloatArray
+    longer: tuple[tuple[FloatArray, FloatArray], tuple[FloatArray, FloatArray]]
 
     @classmethod
     def of(cls, values: FloatArray, num_rows: int) -> PointTable:
-        """The table of `values` (K x R, E, D). It leaves out a number of rows if fewer rows under the same
-        recomputation are nowhere above it: its minimum is never needed."""
+        """Make the table of `values` (K x R, E, D), without numbers of rows if fewer rows under the same recomputation
+        are nowhere above them: their minimum is never needed."""
         numbers: list[int] = []
         for q, one in enumerate(values):
             same = [k for k in numbers if k // num_rows == q // num_rows]
             if not any((values[k] <= one).all() for k in same):
                 numbers.append(q)
-        some = values[numbers]
-        return cls(
-            some,
-            np.array(numbers),
-            least_from_on(np.pad(some, ((0, 0), (0, 1), (0, 0)), constant_values=NEVER_NS), 1),
-            least_from_on(np.pad(some, ((0, 0), (0, 0), (0, 1)), constant_values=NEVER_NS), 2),
-            least_from_on(least_from_on(np.pad(some, ((0, 0), (0, 1), (0, 1)), constant_values=NEVER_NS), 1), 2),
-        )
+
+        def extend(values: FloatArray, axis: int) -> FloatArray:
+            never = np.full_like(values.take([0], axis), NEVER_NS)
+            return least_from_on(np.concatenate([values, never], axis), axis)
+
+        some, longer = values[numbers], extend(values[numbers], 1)
+        return cls(some, np.array(numbers), ((some, extend(some, 2)), (longer, extend(longer, 2))))
 
     def least(self, place: SamplePlace, fits: BoolArray | None) -> FloatArray:
-        """Over all shapes that hold each sample, and of as many rows as `fits` (K x R, n) allows: (n,).
+        """Return the minimum, (n,), over all shapes that hold each sample, with numbers of rows that `fits` (K x R, n).
 
-        On one side longer, it is bounded by the least on each of the other side's two points.
+        If one side is longer, the minimum is bounded by those at the other side's two points.
         """
-        at = place
-        best = np.minimum(at.between(self.values), self.longer[:, at.e_longer, at.d_longer])
-        d_low, d_high = self.longer_e[:, at.e_longer, at.d_low], self.longer_e[:, at.e_longer, at.d_high]
-        best = np.minimum(best, d_low * (1 - at.d_share) + d_high * at.d_share)
-        if self.values.shape[2] > 1:
-            e_low, e_high = self.longer_d[:, at.e_low, at.d_longer], self.longer_d[:, at.e_high, at.d_longer]
-            best = np.minimum(best, e_low * (1 - at.e_share) + e_high * at.e_share)
+        best = np.min([place.mix(self.longer[i][j], bool(i), bool(j)) for i in (0, 1) for j in (0, 1)], axis=0)
         if fits is not None:
             best = np.where(fits[self.rows_of], best, NEVER_NS)
-        return np.where(at.outside, NEVER_NS, best.min(axis=0))
+        return np.where(place.outside, NEVER_NS, best.min(axis=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,28 +131,29 @@ class TablePoints:
     error_ns: float = ROUNDING_NS
 
     def place(self, needs: FloatArray) -> SamplePlace:
-        """Of samples with (encoder, decoder) lengths (n, 2)."""
-        sides = []
-        for side, axis in enumerate(self.axes):
-            x = np.clip(needs[:, side], axis[0], axis[-1])
+        """Find the places of samples with (encoder, decoder) lengths (n, 2)."""
+        between, longer = [], []
+        for axis, lengths in zip(self.axes, needs.T, strict=True):
+            x = np.clip(lengths, axis[0], axis[-1])
             low = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, max(0, len(axis) - 2))
             high = np.minimum(low + 1, len(axis) - 1)
-            width = axis[high] - axis[low]
-            share = (x - axis[low]) / np.where(width > 0, width, 1.0)
-            sides.append((low, high, share, np.searchsorted(axis, needs[:, side], side="right")))
+            step = axis[high] - axis[low]
+            share = (x - axis[low]) / np.where(step > 0, step, 1.0)
+            between.append(((low, 1 - share), (high, share)))
+            longer.append(((np.searchsorted(axis, lengths, side="right"), 1.0),))
         outside = (needs[:, 0] > self.axes[0][-1]) | (needs[:, 1] > self.axes[1][-1])
-        return SamplePlace(*sides[0], *sides[1], outside)
+        return SamplePlace((between[0], between[1]), (longer[0], longer[1]), outside)
 
     def fits(self, place: SamplePlace, limit_bytes: int) -> BoolArray:
-        """Whether so many rows of the samples' own lengths could be in one micro-batch: (K x R, n).
+        """Return which numbers of rows of the samples' own lengths could be in one micro-batch: (K x R, n).
 
-        Between two points the next one above counts as well, unless no whole number lies between.
+        Between two points the next one above counts as well, unless there is no whole number between them.
         """
         num_rows = len(self.rows)
         steps = np.diff(self.rows, append=np.inf) == 1
         allowed: BoolArray | None = None
         for num_bytes, static in self.needed:
-            held = place.between(num_bytes).reshape(-1, num_rows, len(place.outside))
+            held = place.mix(num_bytes).reshape(-1, num_rows, len(place.outside))
             below = (held <= limit_bytes - static + _ROUNDING_BYTES).sum(axis=1)  # rows only make it grow
             reach = np.where((below == 0) | steps[np.maximum(0, below - 1)], below, below + 1)
             within_reach = np.arange(num_rows)[:, None] < reach[:, None]
@@ -181,5 +166,5 @@ Floor = GrowingTimes | TablePoints
 
 
 def least_from_on(values: FloatArray, axis: int) -> FloatArray:
-    """The least from each place on along an axis."""
+    """Return the least value from each index on along an axis."""
     return np.flip(np.minimum.accumulate(np.flip(values, axis), axis=axis), axis)
