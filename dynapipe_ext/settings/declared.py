@@ -27,8 +27,8 @@ _MEMBERS: dict[object, tuple[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A declared field: `kind` is its type, `flag` its name on command lines (empty: it has none), `alias` another flag
-    for it. `nargs` and `parse` are argparse's, where the kind does not say them."""
+    """A declared field: `kind` is its type, `flag` its name on command lines (empty: it has none), `alias` its short
+    form. `nargs` and `parse` are argparse's, where the kind does not say them."""
 
     name: str
     kind: Any

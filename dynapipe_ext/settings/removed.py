@@ -7,7 +7,12 @@ from typing import Any
 
 from dynapipe_ext.errors import ConfigError
 
-_RENAMED = {f"[debug] {name}": f"[run] {name}" for name in ("log_dir", "log_level", "plan_dir")}
+_RENAMED = {f"[debug] {name}": f"[run] {name}" for name in ("log_dir", "log_level", "plan_dir")} | {
+    "[topology] vocabulary": "[topology] vocabulary_parallel",
+    "[topology] width": "[topology] context_parallel",
+    "--vocabulary": "--vocabulary-parallel",
+    "--width": "--context-parallel (or --cp)",
+}
 _SUCCESSORS = {
     ("--partitions", "--keep-sequential-samples"): "leave it out, as documents keep the order of the input",
     ("--split-sentences", "--lang", "--keep-newlines"): "give texts as lists of sentences",

@@ -55,19 +55,19 @@ class TopologySettings:
     """An empty `placement` is the one that the schedule needs, linear for most. "auto" plans batches of the run under
     every placement, before the model is built, and takes the best with its `layers_per_stage`. Ranks have the
     placement's usual number of stages, or as many as `layers_per_stage` names, which counts only stages of layers.
-    `vocabulary` "head" divides the head over the pipeline ranks, in stages behind the layers; "both" divides the
-    embedding too, in stages before them; "whole" divides neither, and "auto" tries them like placements. `width` data
-    parallel ranks join into one replica, each with a slice of every row's positions (context parallelism); "auto" lets
-    each step take the width whose plan ends first.
+    `vocabulary_parallel` "head" divides the head over the pipeline ranks, in stages behind the layers; "both" divides
+    the embedding too, in stages before them; "whole" divides neither, and "auto" tries them like placements.
+    `context_parallel` data parallel ranks form one replica, each with a slice of every row's positions; "auto" lets
+    each step take the degree whose plan ends first.
     """
 
     tp: int = setting(2, "--tp", "tensor parallel ranks", at_least=1, at_most=1 << 16)
     pp: int = setting(2, "--pp", "pipeline ranks", at_least=1, at_most=1 << 16)
     dp: int = setting(2, "--dp", "data parallel replicas", at_least=1, at_most=1 << 16)
-    width: Literal["auto"] | int = setting(
+    context_parallel: Literal["auto"] | int = setting(
         1,
-        "--width",
-        "data parallel ranks that join into one replica; auto: each step's best",
+        "--context-parallel",
+        "data parallel ranks that share each row of a replica; auto: each step's best",
         "auto|N",
         alias="--cp",
         parse=number_or_word,
@@ -80,8 +80,8 @@ class TopologySettings:
     layers_per_stage: tuple[float, ...] = setting(
         (), "--layers-per-stage", "of each stage, like 8.5,8,7.5 (default: even)", "N,N,…", parse=layer_counts
     )
-    vocabulary: VocabularyChoice = setting(
-        "whole", "--vocabulary", "head: its rows over the pipeline ranks; both: embeddings, too; auto: tried"
+    vocabulary_parallel: VocabularyChoice = setting(
+        "whole", "--vocabulary-parallel", "head: its rows over the pipeline ranks; both: embeddings, too; auto: tried"
     )
     sequence_parallel: bool = setting(False, "--sequence-parallel", "over the tp ranks")
 
@@ -93,7 +93,7 @@ class TopologySettings:
     @property
     def widths(self) -> tuple[int, ...]:
         """Those that a step may have."""
-        return widths_of(self.dp) if self.width == "auto" else (self.width,)
+        return widths_of(self.dp) if self.context_parallel == "auto" else (self.context_parallel,)
 
     def __post_init__(self) -> None:
         wholes = tuple(int(count) if count == count // 1 else count for count in self.layers_per_stage)

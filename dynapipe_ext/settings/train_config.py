@@ -204,8 +204,8 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
     except ConfigError as error:
         raise ConfigError(f"{where}: [topology] {error}") from error
     placement: PlacementChoice = topology.placement or own_placement(plan.schedule)
-    if "auto" in (placement, topology.vocabulary):
-        at = f"{where}: [topology] {'placement' if placement == 'auto' else 'vocabulary'} is 'auto'"
+    if "auto" in (placement, topology.vocabulary_parallel):
+        at = f"{where}: [topology] {'placement' if placement == 'auto' else 'vocabulary_parallel'} is 'auto'"
         if topology.layers_per_stage:
             raise ConfigError(
                 f"{at}, which chooses layers_per_stage, but that is {topology.layers_per_stage}: leave it out, or"
@@ -221,8 +221,8 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
         layers = Topology(pp=topology.pp, placement=placement_of(name, topology.pp, topology.stages_per_rank))
         placed = (
             layers
-            if topology.vocabulary == "auto" or topology.vocabulary == "whole"
-            else spread_vocabulary(layers, topology.vocabulary)
+            if topology.vocabulary_parallel == "auto" or topology.vocabulary_parallel == "whole"
+            else spread_vocabulary(layers, topology.vocabulary_parallel)
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: [topology] {error}") from error
@@ -231,10 +231,10 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
 
 def check_width(topology: TopologySettings, model: ModelSettings, deepspeed_config: str, where: str) -> None:
     """Refuse data parallel ranks that cannot join so, or not for this model. Errors: ConfigError."""
-    if topology.width == 1:
+    if topology.context_parallel == 1:
         return
-    at = f"{where}: [topology] width is {topology.width!r}"
-    if topology.width != "auto" and topology.width not in (allowed := widths_of(topology.dp)):
+    at = f"{where}: [topology] context_parallel is {topology.context_parallel!r}"
+    if topology.context_parallel != "auto" and topology.context_parallel not in (allowed := widths_of(topology.dp)):
         raise ConfigError(
             f"{at} but must be a power of two that divides dp {topology.dp}: give one of {', '.join(map(str, allowed))}"
         )
@@ -243,7 +243,7 @@ def check_width(topology: TopologySettings, model: ModelSettings, deepspeed_conf
     if model.num_decoder_layers and model.uses_transformers:
         raise ConfigError(
             f"{at} but transformers' encoder-decoders add relative biases of whole rows, of which joined ranks have"
-            " slices: set width to 1, or train the model by megatron-core"
+            " slices: set context_parallel to 1, or train the model by megatron-core"
         )
 
 
@@ -384,14 +384,14 @@ def refuse_order_in_bits(
 ) -> None:
     """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
     at, pp = f"{where}: [optimizer] deterministic is on but", topology.pp
-    if topology.width == "auto":  # a product over a slice of a row rounds otherwise than one over the row
+    if topology.context_parallel == "auto":  # a product over a slice of a row rounds otherwise than one over the row
         raise ConfigError(
-            f"{at} [topology] width auto gives steps several widths, and bits hold for one: name it, or leave"
-            " deterministic out"
+            f"{at} [topology] context_parallel auto gives steps several degrees, and bits hold for one: name it, or"
+            " leave deterministic out"
         )
-    if topology.vocabulary == "auto":  # parts of a vocabulary add up their sums, where a whole one has one
+    if topology.vocabulary_parallel == "auto":  # parts of a vocabulary add up their sums, where a whole one has one
         raise ConfigError(
-            f"{at} [topology] vocabulary auto is chosen by costs, and bits hold for one: name it, or leave"
+            f"{at} [topology] vocabulary_parallel auto is chosen by costs, and bits hold for one: name it, or leave"
             " deterministic out"
         )
     if plan.adapt_costs:
@@ -444,12 +444,7 @@ def _setting_named(name: str) -> Setting:
 def _add_flag_of(parser: argparse._ActionsContainer, one: Setting) -> None:
     says_default = "default" in one.help or one.default in ("", False, ())
     default = "" if says_default else f" (default: {one.default})"
-    if one.alias:
-        parser = parser.add_mutually_exclusive_group()
-    parser.add_argument(one.flag, **one.flag_options, help=one.help + default)
-    if one.alias:
-        dest = one.flag.lstrip("-").replace("-", "_")
-        parser.add_argument(one.alias, dest=dest, **one.flag_options, help=f"another name of {one.flag}")
+    parser.add_argument(*filter(None, (one.flag, one.alias)), **one.flag_options, help=one.help + default)
 
 
 def settings_of_flags(
@@ -500,8 +495,10 @@ def with_replaced(tables: Mapping[str, Mapping[str, Any]], config: TrainConfig) 
         if topology.get("pp", config.topology.pp) != config.topology.pp:  # its stages are others
             others["layers_per_stage"] = ()
             if topology["pp"] == 1:
-                others |= {"placement": "", "vocabulary": "whole"}
-        if "placement" in topology or topology.get("vocabulary") == "auto":  # another one's layers are not for it
+                others |= {"placement": "", "vocabulary_parallel": "whole"}
+        if (
+            "placement" in topology or topology.get("vocabulary_parallel") == "auto"
+        ):  # another one's layers are not for it
             others["layers_per_stage"] = ()
         replaced["topology"] = others | topology
     return replaced

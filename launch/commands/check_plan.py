@@ -115,12 +115,18 @@ def _config(args: argparse.Namespace, plan: PlanFile, packs_rows: bool) -> Train
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
     t = gathered_vocabulary(plan.topology)
     tables: dict[str, dict[str, Any]] = {
-        "topology": {"tp": t.tp, "pp": t.pp, "dp": t.dp, "width": t.width, "layers_per_stage": t.layers_per_stage}
+        "topology": {
+            "tp": t.tp,
+            "pp": t.pp,
+            "dp": t.dp,
+            "context_parallel": t.width,
+            "layers_per_stage": t.layers_per_stage,
+        }
     }
     name = t.placement_name.partition(",")[0]
     if name != "custom":
         tables["topology"]["placement"] = name
-    tables["topology"]["vocabulary"] = plan.topology.vocabulary
+    tables["topology"]["vocabulary_parallel"] = plan.topology.vocabulary
     tables["plan"] = {"layout": "packed"} if packs_rows else {}
     if args.memory_limit_gb is not None:
         tables["plan"]["memory_limit_gb"] = args.memory_limit_gb

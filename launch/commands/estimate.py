@@ -120,7 +120,7 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         "--cp", metavar="N,…", help="context parallel ranks: data parallel ones that share rows (default: 1)"
     )
     add_flag(ways, "topology.placement", "of stages on ranks; auto tries all (default: auto)")
-    add_flag(ways, "topology.vocabulary", "of it, over the ranks of pipelines; auto tries it (default: whole)")
+    add_flag(ways, "topology.vocabulary_parallel", "of it, over the ranks of pipelines; auto tries it (default: whole)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -205,7 +205,7 @@ def question_of(args: argparse.Namespace) -> Question:
             cp=_numbers(args.cp, "--cp") or (1,),
             pp=_numbers(args.pp, "--pp"),
             placement=args.placement or "auto",
-            vocabulary=args.vocabulary or "whole",
+            vocabulary=args.vocabulary_parallel or "whole",
             zero_stages=_numbers(args.zero, "--zero", most=3, least=0),
             offloads=_words(args.offload, "--offload", OFFLOADS_TRIED),
             recomputes=_words(args.recompute, "--recompute", get_args(RecomputeChoice)),

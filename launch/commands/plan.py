@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cost_arguments(parser)
     for name, what in _DEGREES.items():
         add_flag(parser, f"topology.{name}", what)
-    add_flags(parser, "topology.width", "topology.placement", "topology.layers_per_stage")
-    add_flags(parser, "topology.vocabulary")
+    add_flags(parser, "topology.context_parallel", "topology.placement", "topology.layers_per_stage")
+    add_flags(parser, "topology.vocabulary_parallel")
     add_flags(parser, "plan.layout", "plan.schedule")
     add_flag(parser, "plan.pad_multiple", "rows are rounded up to it (default: that of --config, else 8; CSV: 1)")
     add_flags(parser, "plan.max_tokens", "plan.effort")

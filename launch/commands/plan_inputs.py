@@ -123,7 +123,7 @@ def _of_cost_file(args: argparse.Namespace, config: TrainConfig, topology: Topol
     else:
         layers = vars(args).get("layers_per_stage") or ()  # a file's are for its model
         t, own = config.topology, costs.over(None)[1]
-        is_named = config.placement != "linear" or layers or t.vocabulary != "whole" or t.width != 1
+        is_named = config.placement != "linear" or layers or t.vocabulary_parallel != "whole" or t.context_parallel != 1
         has_degree = any(vars(args).get(name) for name in DEGREES)
         if topology is None and (is_named or has_degree):
             tp = t.tp if args.tp is not None else own.tp

@@ -111,7 +111,7 @@ def usual_way(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: A
     topology = config.topology
     if config.placement != own_placement(schedule):
         topology = replace(topology, placement="", layers_per_stage=())
-    topology = replace(topology, vocabulary="whole")
+    topology = replace(topology, vocabulary_parallel="whole")
     searched: dict[str, Any] = {"split_backward": False, "pieces": "off", "noise": 0.0}
     usual = replace(config.plan, schedule=schedule, **searched, **plan)
     run = replace(config.run, plan_dir="")  # that is of the run's own plans
@@ -119,18 +119,19 @@ def usual_way(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: A
 
 
 def placed_stages(config: TrainConfig) -> Topology:
-    """The topology with stages on its ranks, and layers on them where the settings say so; of width 1 where each step
+    """The topology with stages on its ranks, and layers on them where the settings say so; of degree 1 where each step
     chooses one.
 
-    Placement "auto" is linear here and vocabulary "auto" whole, until they are settled (`placed_planning`).
+    Placement "auto" is linear here and vocabulary_parallel "auto" whole, until they are settled (`placed_planning`).
     """
     t, name = config.topology, config.placement
     placement: tuple[int, ...] = ()
     if name != "linear" and name != "auto":
         placement = placement_of(name, t.pp, t.stages_per_rank)
-    width = 1 if t.width == "auto" else t.width
+    width = 1 if t.context_parallel == "auto" else t.context_parallel
     layers = Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement, width=width)
-    return layers if t.vocabulary == "auto" or t.vocabulary == "whole" else spread_vocabulary(layers, t.vocabulary)
+    parts = t.vocabulary_parallel
+    return layers if parts == "auto" or parts == "whole" else spread_vocabulary(layers, parts)
 
 
 def runs_half_layers(config: TrainConfig) -> bool:
@@ -519,7 +520,7 @@ def make_planner(
         collectives=collectives or ReplicaCollectives.of_zero(config.deepspeed.zero_stage),
         num_cores=num_cores,
         widths=tuple(width for width in widths if width in (priced or widths))
-        if config.topology.width == "auto" and topology.dp > 1
+        if config.topology.context_parallel == "auto" and topology.dp > 1
         else (),
     )
 
@@ -585,7 +586,7 @@ def with_placement(config: TrainConfig, topology: Topology) -> TrainConfig:
         config.topology,
         placement=cast(PlacementName, layers.placement_name.partition(",")[0]),
         layers_per_stage=layers.layers_per_stage,
-        vocabulary=topology.vocabulary,
+        vocabulary_parallel=topology.vocabulary,
     )
     return replace(config, topology=chosen)
 

@@ -155,7 +155,7 @@ def _layers_to_measure(
         return MegatronLayers(architecture, model.dtype, device)
     from dynapipe_ext.executor.measuring.transformers_layers import TransformersLayers
 
-    options = part_options(config, shares_rows=config.topology.width != 1)
+    options = part_options(config, shares_rows=config.topology.context_parallel != 1)
     return TransformersLayers(
         read_transformers_config(model.architecture),
         architecture,

@@ -154,7 +154,7 @@ class SettledPlanning:
     def vocabularies(self) -> tuple[Vocabulary, ...]:
         """Those under which placements are tried: the one that is named; under "auto" a whole one and, where costs and
         the run allow it, the head over pipeline ranks, of a tied model both ends."""
-        vocabulary = self.config.topology.vocabulary
+        vocabulary = self.config.topology.vocabulary_parallel
         if vocabulary != "auto":
             return (vocabulary,)
         if not self.costs.facts.prices_spread or (self.is_of_config and spread_fault(self.config)):
@@ -184,7 +184,7 @@ def placed_planning(
     topology alone.
     """
     config = planning.config
-    if "auto" not in (config.placement, config.topology.vocabulary):
+    if "auto" not in (config.placement, config.topology.vocabulary_parallel):
         named_config = replace(config, topology=replace(config.topology, placement=config.placement))
         return replace(planning, config=named_config), ()
     comparable = replace(planning, costs=adjust(planning.costs, fitted=None))

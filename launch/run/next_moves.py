@@ -53,10 +53,10 @@ def _changes(config: TrainConfig, *, tied_embeddings: bool) -> Iterator[_Change]
                 yield _Change(f"--placement {name}", "two stages a rank, so less waiting", {"topology": placed})
     if not plan.split_backward and topology.pp > 1 and plan.schedule == "adaptive":
         yield _Change("--split-backward", "weight gradients fill waits", {"plan": {"split_backward": True}})
-    if topology.pp > 1 and topology.vocabulary == "whole":
+    if topology.pp > 1 and topology.vocabulary_parallel == "whole":
         spread = "both" if tied_embeddings else "head"
         words = "the head's rows over all pipeline ranks, so stages are even"
-        yield _Change(f"--vocabulary {spread}", words, {"topology": {"vocabulary": spread}})
+        yield _Change(f"--vocabulary-parallel {spread}", words, {"topology": {"vocabulary_parallel": spread}})
     if plan.layout == "padded":
         yield _Change("--layout packed", "documents end to end, almost no padding", {"plan": {"layout": "packed"}})
     if plan.pieces == "off":

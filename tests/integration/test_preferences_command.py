@@ -50,11 +50,15 @@ class Case:
 
 TRANSFORMERS = ("--backend", "transformers")
 CASES = [
-    Case("dpo", write_preferences, ("--pp", "2", "--vocabulary", "head")),
+    Case("dpo", write_preferences, ("--pp", "2", "--vocabulary-parallel", "head")),
     Case("dpo", write_chat_preferences, ("--tp", "2", "--dp", "2")),
     Case("dpo", write_chat_preferences, ("--pp", "2", "--placement", "v"), (*TRANSFORMERS, "--layout", "padded")),
-    Case("ipo", write_preferences, ("--pp", "2", "--dp", "2", "--width", "2", "--placement", "v", "--split-backward")),
-    Case("orpo", write_chat_preferences, ("--dp", "2", "--width", "2"), TRANSFORMERS),
+    Case(
+        "ipo",
+        write_preferences,
+        ("--pp", "2", "--dp", "2", "--context-parallel", "2", "--placement", "v", "--split-backward"),
+    ),
+    Case("orpo", write_chat_preferences, ("--dp", "2", "--context-parallel", "2"), TRANSFORMERS),
     Case("simpo", write_preferences, ("--pp", "2"), TRANSFORMERS),
 ]
 
@@ -83,9 +87,11 @@ def given(case: Case, folder: Path) -> list[str]:
     ranks = {"--tp": "1", "--pp": "1", "--dp": "1"} | {
         flag: value
         for flag, value in zip(case.ranks, case.ranks[1:], strict=False)
-        if flag in ("--tp", "--pp", "--dp", "--width")
+        if flag in ("--tp", "--pp", "--dp", "--context-parallel")
     }
-    others = [word for word in case.ranks if word in ("--placement", "v", "--split-backward", "--vocabulary", "head")]
+    others = [
+        word for word in case.ranks if word in ("--placement", "v", "--split-backward", "--vocabulary-parallel", "head")
+    ]
     return [*flags, *(word for pair in ranks.items() for word in pair), *others]
 
 

@@ -191,7 +191,7 @@ def test_widths_are_measured_by_real_ranks_and_priced_by_what_these_took(
     """Four ranks over gloo; two heads, so that four of them gather keys and values. Steps choose between these widths,
     though the plane has eight ranks."""
     config, out, lengths = tmp_path / "model.toml", tmp_path / "costs.json", str(tmp_path / "lengths.npy")
-    config.write_text(_CONFIG.replace("tp = 1", 'tp = 1\ndp = 4\nwidth = "auto"'))
+    config.write_text(_CONFIG.replace("tp = 1", 'tp = 1\ndp = 4\ncontext_parallel = "auto"'))
     few = [*_FEW, "--max-tokens", "128", "--max-shapes", "4", "--recompute", "none"]
     with listeners_seen() as listeners:
         assert main(["profile", "--config", str(config), *few, "--out", str(out)]) == 0
@@ -209,9 +209,9 @@ def test_widths_are_measured_by_real_ranks_and_priced_by_what_these_took(
     assert two.forward_ns[0, 0] == pytest.approx(one.forward_ns[0, 0] * (1 + block.tax) / 2 + exchange_ns, rel=1e-3)
     np.save(lengths, np.array([64, *[9] * 20]))
     arguments = ["--costs", str(out), "--pp", "3", "--dp", "8", "--memory-limit-gb", "1", "--lengths", lengths]
-    assert main(["plan", *arguments, "--layout", "packed", "--width", "auto"]) == 0
+    assert main(["plan", *arguments, "--layout", "packed", "--context-parallel", "auto"]) == 0
     assert "of 1, 2, 4" in capfd.readouterr().out
-    assert main(["plan", *arguments, "--layout", "packed", "--width", "8"]) == 2
+    assert main(["plan", *arguments, "--layout", "packed", "--context-parallel", "8"]) == 2
     assert "measure (dynapipe profile --widths 8)" in capfd.readouterr().err
 
 

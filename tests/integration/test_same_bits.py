@@ -257,7 +257,10 @@ def test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms(prelo
             {"model": {"num_decoder_layers": 2}, "topology": {"tp": 1, "pp": 2}},
             r"recompute is 'auto'.* set recompute to 'none' or 'selective', or pp to 1",
         ),
-        ({"topology": {"pp": 2, "vocabulary": "auto"}}, "vocabulary auto is chosen by costs, .*: name it"),
+        (
+            {"topology": {"pp": 2, "vocabulary_parallel": "auto"}},
+            "vocabulary_parallel auto is chosen by costs, .*: name it",
+        ),
     ],
 )
 def test_what_the_plan_would_show_in_is_refused(tables, says):

@@ -1,4 +1,4 @@
-"""`dynapipe train --vocabulary`: the same losses whatever of it lies over pipeline ranks, also after Ctrl-C."""
+"""`dynapipe train --vocabulary-parallel`: the same losses whatever lies over pipeline ranks, also after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_run_ended_by_ctrl_c_goes_on_under_other_parts_to_the_losses_of_a_whol
     """The head in two parts under a V, with split backwards; then head and embedding in four, of which the first part
     of the chain is all padding (258 ids in 384 rows)."""
     preloaded.train(*settings, "--run-dir", "whole", cwd=tmp_path)
-    spread = ["--vocabulary", "head", "--placement", "v", "--split-backward", "--run-dir", "spread"]
+    spread = ["--vocabulary-parallel", "head", "--placement", "v", "--split-backward", "--run-dir", "spread"]
     with preloaded.started(
         ["train", *settings, *spread], cwd=tmp_path, environment={"GLOO_SOCKET_IFNAME": "lo"}
     ) as command:
@@ -75,7 +75,9 @@ def test_a_run_ended_by_ctrl_c_goes_on_under_other_parts_to_the_losses_of_a_whol
         command.communicate(LIMIT_S)
     saved = read_manifest(latest(tmp_path / "spread" / "checkpoints")).run.step
     assert 2 <= saved < STEPS
-    preloaded.train("--resume", "spread", "--vocabulary", "both", "--placement", "linear", "--pp", "4", cwd=tmp_path)
+    preloaded.train(
+        "--resume", "spread", "--vocabulary-parallel", "both", "--placement", "linear", "--pp", "4", cwd=tmp_path
+    )
     expected, found = steps_of(tmp_path / "whole"), steps_of(tmp_path / "spread")
     assert len(found) == len(expected) == STEPS
     for step, event in expected.items():

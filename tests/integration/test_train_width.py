@@ -1,4 +1,4 @@
-"""`dynapipe train --width`: joined ranks, and steps of several widths, learn what single ranks learn."""
+"""`dynapipe train --context-parallel`: joined ranks, and steps of several widths, learn what single ranks learn."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_steps_of_several_widths_learn_what_single_ranks_learn_also_after_a_resu
     settings = SETTINGS.replace("steps = 2", f"steps = {STEPS}") + REST
     given = prepared(tmp_path, settings)
     preloaded.train(*given, "--run-dir", "one", cwd=tmp_path)
-    preloaded.train(*given, "--run-dir", "several", "--width", "2", "--steps", "2", cwd=tmp_path)
-    flags = ["--steps", str(STEPS), "--width", "auto", "--pieces", "400"]
+    preloaded.train(*given, "--run-dir", "several", "--context-parallel", "2", "--steps", "2", cwd=tmp_path)
+    flags = ["--steps", str(STEPS), "--context-parallel", "auto", "--pieces", "400"]
     preloaded.train("--resume", "several", *flags, cwd=tmp_path)
     one, several = tmp_path / "one", tmp_path / "several"
     assert len(learned(one)) == STEPS
@@ -104,7 +104,7 @@ def test_an_encoder_decoder_learns_on_joined_ranks_what_it_learns_on_single_ones
     write_costs(TrainConfig.read(tmp_path / "settings.toml"), 300, tmp_path / "costs.json")
     given = ["--config", "settings.toml", "--costs", "costs.json"]
     preloaded.train(*given, "--run-dir", "one", cwd=tmp_path)
-    preloaded.train(*given, "--run-dir", "two", "--width", "2", cwd=tmp_path)
+    preloaded.train(*given, "--run-dir", "two", "--context-parallel", "2", cwd=tmp_path)
     one, two = tmp_path / "one", tmp_path / "two"
     assert len(learned(one)) == 3
     assert np.allclose(learned(one), learned(two), rtol=1e-5, atol=0)
@@ -129,5 +129,9 @@ def actions_of_ranks(spans: Sequence[Span]) -> dict[int, list[str]]:
 
 
 def test_bits_hold_for_one_width_so_deterministic_mode_takes_none_that_steps_choose():
-    with pytest.raises(ConfigError, match=r"width auto gives steps several widths, and bits hold for one: name it"):
-        TrainConfig().with_values(topology={"tp": 1, "dp": 2, "width": "auto"}, optimizer={"deterministic": True})
+    with pytest.raises(
+        ConfigError, match=r"context_parallel auto gives steps several degrees, and bits hold for one: name it"
+    ):
+        TrainConfig().with_values(
+            topology={"tp": 1, "dp": 2, "context_parallel": "auto"}, optimizer={"deterministic": True}
+        )

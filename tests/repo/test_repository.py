@@ -68,14 +68,14 @@ TESTED_COMMANDS = {
     "dynapipe plan --lengths lengths.npy --pieces auto": (
         "tests/unit/test_plan_command.py::test_long_samples_run_in_pieces_where_a_flag_or_a_file_says_so"
     ),
-    "dynapipe plan --lengths lengths.npy --dp 8 --pieces auto --width auto": (
+    "dynapipe plan --lengths lengths.npy --dp 8 --pieces auto --cp auto": (
         "tests/unit/test_plan_command.py::test_data_parallel_ranks_join_by_either_flag_or_as_the_step_needs"
     ),
-    "dynapipe train --vocabulary head": (
+    "dynapipe train --vocabulary-parallel head": (
         "tests/integration/test_train_vocabulary.py"
         "::test_a_run_ended_by_ctrl_c_goes_on_under_other_parts_to_the_losses_of_a_whole_head"
     ),
-    "dynapipe train --width 2": (
+    "dynapipe train --cp 2": (
         "tests/integration/test_preferences_command.py::test_losses_and_rewards_are_those_of_a_plain_loop"
     ),
     "dynapipe train --model DIR --data preferences.jsonl --preferences dpo --output tuned --lr 1e-6 --show-samples 2": (

@@ -95,7 +95,7 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ("[topology]\nlayers_per_stage = 2", r"layers_per_stage is 2 but must be a list of numbers"),
         ('[topology]\nplacement = "w"', r"placement is 'w': choose from .*auto"),
         ("[topology]\nstages_per_rank = 2", r"stages_per_rank was removed: .* name more stages by layers_per_stage"),
-        ("[topology]\nlayers_per_stage = [1, 1, 1, 1]", r"placement linear has 1 stage a rank, not 2"),
+        ("[topology]\nlayers_per_stage = [1, 1, 1, 1]", r"placement linear of 2 stages .*linear has 1 stage per rank"),
         (
             '[topology]\nplacement = "v"\nlayers_per_stage = [1, 1, 1, 1, 1, 1]',
             r"placement v of 3 stages .*an even number",

@@ -121,7 +121,7 @@ def test_steps_take_a_width_where_measured_links_are_worth_it(link: Link, width:
     """Also of eight data parallel ranks, of which no block of all was measured."""
     blocks = {width: MeasuredBlock(even=link, gathered=link, tax=0.05) for width in (2, 4)}
     config = TrainConfig().with_values(
-        topology={"tp": 1, "pp": 2, "dp": 8, "width": "auto"},
+        topology={"tp": 1, "pp": 2, "dp": 8, "context_parallel": "auto"},
         plan={"layout": "packed", "pieces": "auto", "memory_limit_gb": 100.0, "effort": 100},
         model={"num_layers": 4, "hidden_size": 64},
     )

@@ -50,9 +50,9 @@ def test_a_large_vocabulary_is_told_to_lie_over_the_ranks_with_the_embedding_if_
     plan = {"split_backward": True, "memory_limit_gb": 64.0}
     tied, _ = moves_of(vocab_size=128_000, plan=plan)
     apart, _ = moves_of(vocab_size=128_000, plan=plan, model={"tied_embeddings": False})
-    spread, _ = moves_of(vocab_size=128_000, plan=plan, topology={**TOPOLOGY, "vocabulary": "both"})
-    assert min(tied["--vocabulary both"].gain, apart["--vocabulary head"].gain) > 0.1
-    assert not any("--vocabulary" in flags for flags in spread)
+    spread, _ = moves_of(vocab_size=128_000, plan=plan, topology={**TOPOLOGY, "vocabulary_parallel": "both"})
+    assert min(tied["--vocabulary-parallel both"].gain, apart["--vocabulary-parallel head"].gain) > 0.1
+    assert not any("--vocabulary-parallel" in flags for flags in spread)
 
 
 def test_what_a_run_has_already_or_cannot_have_is_not_told() -> None:

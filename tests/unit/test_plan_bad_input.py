@@ -91,16 +91,16 @@ def test_a_flag_that_says_other_than_the_costs_is_refused(
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(TokenCosts(2, transfer_bytes_per_token=32))))
     arguments = ["--lengths", lengths, "--costs", str(tmp_path / "costs.json"), "--memory-limit-gb", "1"]
     for flag, value, says in (
-        ("--width", "2", "width is 2 but must be a power of two that divides dp 1"),
+        ("--context-parallel", "2", "context_parallel is 2 but must be a power of two that divides dp 1"),
         ("--hidden-size", "8", "--hidden-size is 8 but the costs have 16: leave it out"),
         ("--extra", "0 1", "--extra DEC is 1 but there is no decoder side"),
     ):
         assert says in refused(capsys, *arguments, flag, *value.split())
-    assert plan(*arguments, "--hidden-size", "16", "--width", "auto") == 0
+    assert plan(*arguments, "--hidden-size", "16", "--context-parallel", "auto") == 0
     counted = AnalyticCosts(preset("gpt2"), Topology(pp=2, dp=4), flops_per_s=1e12)
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(counted)))
     capsys.readouterr()
-    assert plan(*arguments[:-1], "100", "--width", "auto", "--effort", "10") == 0
+    assert plan(*arguments[:-1], "100", "--context-parallel", "auto", "--effort", "10") == 0
     assert "of 4 data parallel ranks are one replica, each with a slice of every row, of 1, 2, 4" in " ".join(
         capsys.readouterr().out.split()
     )

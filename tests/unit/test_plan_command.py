@@ -245,7 +245,7 @@ def test_long_samples_run_in_pieces_where_a_flag_or_a_file_says_so(
     judge = ["check-plan", str(tmp_path / "auto.json"), "--config", str(tmp_path / "whole.toml")]
     judge += ["--lengths", str(tmp_path / "long.npy"), "--memory-limit-gb", "40"]
     assert cli.main(judge) == 0, capsys.readouterr().out
-    assert "off, auto or the tokens" in refused(capsys, *asked, "--pieces", "some")
+    assert "choose from off, auto, or a number" in refused(capsys, *asked, "--pieces", "some")
 
 
 def test_a_written_plan_can_be_shown_again(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,7 +361,7 @@ def test_a_cost_file_brings_its_own_topology(lengths: str, tmp_path: Path, capsy
     arguments = ["--lengths", lengths, "--costs", str(costs), "--memory-limit-gb", "1"]
     assert plan(*arguments, "--json", str(tmp_path / "plan.json")) == 0
     assert planned(tmp_path / "plan.json")["topology"]["pp"] == 3
-    assert plan(*arguments, "--width", "auto", "--json", str(tmp_path / "plan.json")) == 0
+    assert plan(*arguments, "--context-parallel", "auto", "--json", str(tmp_path / "plan.json")) == 0
     assert planned(tmp_path / "plan.json")["topology"]["pp"] == 3
     capsys.readouterr()
     assert plan(*arguments) == 0
@@ -439,13 +439,7 @@ def test_a_plan_has_the_same_bytes_under_other_hash_seeds_and_numbers_of_threads
     assert samples(json.loads(one)) == list(range(len(sizes)))
 
 
-def test_two_names_of_one_flag_are_not_both_taken(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        plan("--lengths", lengths, *SMALL, "--width", "1", "--cp", "2")
-    assert "argument --cp: not allowed with argument --width" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag", ["--width", "--cp"])
+@pytest.mark.parametrize("flag", ["--context-parallel", "--cp"])
 def test_data_parallel_ranks_join_by_either_flag_or_as_the_step_needs(
     flag: str, lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -456,10 +450,10 @@ def test_data_parallel_ranks_join_by_either_flag_or_as_the_step_needs(
     assert (planned(file)["topology"]["width"], len(planned(file)["replicas"])) == (2, 1)
     assert cli.main(["check-plan", str(file), "--lengths", lengths]) == 0
     assert "is valid" in capsys.readouterr().out
-    if flag == "--width":
+    if flag == "--context-parallel":
         assert plan(*common, flag, "auto") == 0
         assert "of every row, of 1, 2" in " ".join(capsys.readouterr().out.split())
     for width in ("3", "4"):
-        assert f"[topology] width is {width} but must be a power of two that divides dp 2" in refused(
+        assert f"[topology] context_parallel is {width} but must be a power of two that divides dp 2" in refused(
             capsys, *common, flag, width
         )

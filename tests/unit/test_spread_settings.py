@@ -62,18 +62,18 @@ def planning(config: TrainConfig, costs: CostModel | None = None) -> SettledPlan
 
 
 def test_settings_name_the_layers_of_stages_of_layers_alone() -> None:
-    config = configured({"vocabulary": "head", "layers_per_stage": (3, 1)})
+    config = configured({"vocabulary_parallel": "head", "layers_per_stage": (3, 1)})
     topology = topology_of(config)
     assert (topology.layers_per_stage, topology.placement, topology.vocabulary) == ((3, 1, 0), (0, 1, 0), "head")
     assert configured_format(config).first_head_stage == 1
     assert with_placement(config, topology).topology == replace(config.topology, placement="linear")
-    v = configured({"vocabulary": "head", "placement": "v"})
+    v = configured({"vocabulary_parallel": "head", "placement": "v"})
     assert with_placement(v, topology_of(v)).topology.stages_per_rank == 2
-    assert placed_stages(configured({"vocabulary": "auto"})) == Topology(pp=2, dp=2)
+    assert placed_stages(configured({"vocabulary_parallel": "auto"})) == Topology(pp=2, dp=2)
 
 
 def test_usual_schedules_beside_ours_keep_the_vocabulary_whole() -> None:
-    named = variants(configured({"vocabulary": "head"}), compare=True)
+    named = variants(configured({"vocabulary_parallel": "head"}), compare=True)
     own, *others = (topology_of(one.config).vocabulary for one in named)
     assert (own, {*others}) == ("head", {"whole"})
 
@@ -81,16 +81,24 @@ def test_usual_schedules_beside_ours_keep_the_vocabulary_whole() -> None:
 @pytest.mark.parametrize(
     ("topology", "tables", "refusal"),
     [
-        ({"vocabulary": "head", "pp": 1}, {}, "is split over pipeline ranks, but pp is 1"),
-        ({"vocabulary": "head"}, {"plan": {"schedule": "1f1b"}}, "schedule '1f1b' is for one stage a rank"),
-        ({"vocabulary": "auto"}, {"plan": {"schedule": "1f1b"}}, "vocabulary is 'auto', but schedule '1f1b' runs"),
+        ({"vocabulary_parallel": "head", "pp": 1}, {}, "is split over pipeline ranks, but pp is 1"),
+        ({"vocabulary_parallel": "head"}, {"plan": {"schedule": "1f1b"}}, "schedule '1f1b' is for one stage a rank"),
         (
-            {"vocabulary": "auto", "layers_per_stage": (2, 2)},
-            {},
-            "vocabulary is 'auto', which chooses layers_per_stage",
+            {"vocabulary_parallel": "auto"},
+            {"plan": {"schedule": "1f1b"}},
+            "is 'auto', but schedule '1f1b' runs",
         ),
-        ({"vocabulary": "tail"}, {}, "vocabulary is 'tail'"),
-        ({"vocabulary": "head"}, {"model": {"num_decoder_layers": 4}}, "which a model with a decoder side does not"),
+        (
+            {"vocabulary_parallel": "auto", "layers_per_stage": (2, 2)},
+            {},
+            "vocabulary_parallel is 'auto', which chooses layers_per_stage",
+        ),
+        ({"vocabulary_parallel": "tail"}, {}, "vocabulary_parallel is 'tail'"),
+        (
+            {"vocabulary_parallel": "head"},
+            {"model": {"num_decoder_layers": 4}},
+            "which a model with a decoder side does not",
+        ),
     ],
 )
 def test_who_keeps_a_vocabulary_whole_says_so(
@@ -104,7 +112,7 @@ def test_who_keeps_a_vocabulary_whole_says_so(
 
 
 def test_jobs_with_adapters_or_an_engine_keep_it_whole() -> None:
-    config = configured({"vocabulary": "head"})
+    config = configured({"vocabulary_parallel": "head"})
     others = {
         "which a model with adapters does not": replace(config, lora=replace(config.lora, enabled=True)),
         "which a DeepSpeed engine does not": replace(config, deepspeed=replace(config.deepspeed, config="ds.json")),
@@ -116,24 +124,24 @@ def test_jobs_with_adapters_or_an_engine_keep_it_whole() -> None:
 
 def test_auto_takes_the_better_of_a_whole_head_and_one_over_all_ranks() -> None:
     """A head of ten layers is spread; where it costs next to nothing, the stages behind it only add overhead."""
-    config = configured({"vocabulary": "auto", "placement": "linear"})
+    config = configured({"vocabulary_parallel": "auto", "placement": "linear"})
     batches = [sample_lengths(LENGTHS)]
     settled, trials = placed_planning(planning(config), lambda: batches)
     assert [one.topology.vocabulary for one in trials] == ["head", "whole"]
     assert settled.topology == trials[0].topology
-    assert settled.config.topology.vocabulary == "head"
+    assert settled.config.topology.vocabulary_parallel == "head"
     assert topology_of(settled.config) == settled.topology
     small = planning(config)
     assert isinstance(small.costs, AnalyticCosts)
     cheap = replace(small.costs, architecture=replace(SIZES, vocab_size=32), overhead_ns=100_000)
     settled, trials = placed_planning(replace(small, costs=cheap), lambda: batches)
     assert [one.topology.vocabulary for one in trials] == ["whole", "head"]
-    assert settled.config.topology.vocabulary == "whole"
+    assert settled.config.topology.vocabulary_parallel == "whole"
 
 
 def test_auto_tries_what_costs_and_the_run_allow() -> None:
     tied = replace(SIZES, tied_embeddings=True)
-    config = configured({"vocabulary": "auto"})
+    config = configured({"vocabulary_parallel": "auto"})
     own = planning(config)
     assert isinstance(own.costs, AnalyticCosts)
     assert own.vocabularies == ("whole", "head")
@@ -142,9 +150,9 @@ def test_auto_tries_what_costs_and_the_run_allow() -> None:
     assert replace(own, costs=replace(own.costs, architecture=odd)).vocabularies == ("whole",)
     assert replace(own, costs=TokenCosts(2)).vocabularies == ("whole",)
     assert replace(own, config=replace(config, lora=replace(config.lora, enabled=True))).vocabularies == ("whole",)
-    one_rank = planning(configured({"vocabulary": "auto", "pp": 1}))
+    one_rank = planning(configured({"vocabulary_parallel": "auto", "pp": 1}))
     assert one_rank.vocabularies == ("whole",)
-    assert planning(configured({"vocabulary": "head"})).vocabularies == ("head",)
+    assert planning(configured({"vocabulary_parallel": "head"})).vocabularies == ("head",)
 
 
 def test_layers_move_between_stages_of_layers_alone() -> None:
@@ -167,13 +175,13 @@ def test_layers_move_between_stages_of_layers_alone() -> None:
 
 
 def test_plans_say_the_vocabulary_and_are_checked_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`plan --vocabulary head` writes a plan that `check-plan` finds sound, and which reads back; a damaged one not."""
+    """A plan of `--vocabulary-parallel head` is sound to `check-plan` and reads back; a damaged one is not."""
     model, lengths, plan = tmp_path / "model.toml", tmp_path / "lengths.txt", tmp_path / "plan.json"
     model.write_text(MODEL)
     lengths.write_text("\n".join(map(str, LENGTHS)))
     given = ["--config", str(model), "--lengths", str(lengths), "--memory-limit-gb", "1"]
     batch = ["--tokens-per-batch", "2000", "--tp", "1", "--pp", "2", "--dp", "2"]
-    assert cli.main(["plan", *given, *batch, "--vocabulary", "head", "--json", str(plan)]) == 0
+    assert cli.main(["plan", *given, *batch, "--vocabulary-parallel", "head", "--json", str(plan)]) == 0
     raw = json.loads(plan.read_text())
     assert raw["topology"]["vocabulary"] == "head"
     assert raw["topology"]["layers_per_stage"] == [2, 2, 0]
@@ -202,12 +210,12 @@ def test_an_estimate_spreads_what_it_is_asked_to(tmp_path: Path) -> None:
     asked = ["--model", "llama-3-8b", "--gpus-per-node", "8", "--tp", "2", "--pp", "4", "--placement", "linear"]
     asked += ["--length-distribution", "uniform:1024", "--plans", "2", "--zero", "0,1", "--offload", "none"]
     asked += ["--tokens-per-batch", "32768", "--effort", "20", "--recompute", "none"]
-    arguments = ["estimate", *asked, "--vocabulary", "head", "--json", str(report), "--write", str(written)]
+    arguments = ["estimate", *asked, "--vocabulary-parallel", "head", "--json", str(report), "--write", str(written)]
     assert cli.main(arguments) == 0
     option = json.loads(report.read_text())["options"][0]
     assert (option["vocabulary"], option["stages_per_rank"]) == ("head", 1)
     assert option["layers_per_stage"] == [8, 8, 8, 8, 0, 0, 0]
     assert topology_of(TrainConfig.read(written)).vocabulary == "head"
-    assert cli.main(["estimate", *asked, "--vocabulary", "auto", "--json", str(report)]) == 0
+    assert cli.main(["estimate", *asked, "--vocabulary-parallel", "auto", "--json", str(report)]) == 0
     found = {one.get("vocabulary", "whole") for one in json.loads(report.read_text())["options"]}
     assert found == {"whole", "head"}

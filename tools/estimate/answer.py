@@ -372,9 +372,9 @@ def settings(
             "tp": t.tp,
             "pp": t.pp,
             "dp": s.cp * t.dp,
-            **({} if s.cp == 1 else {"width": s.cp}),
+            **({} if s.cp == 1 else {"context_parallel": s.cp}),
             "layers_per_stage": list(gathered_vocabulary(t).layers_per_stage),
-            **({} if t.vocabulary == "whole" else {"vocabulary": t.vocabulary}),
+            **({} if t.vocabulary == "whole" else {"vocabulary_parallel": t.vocabulary}),
             **({} if s.placement == "linear" else {"placement": s.placement}),
             "sequence_parallel": s.sequence_parallel,
         },
@@ -441,7 +441,7 @@ def advice(estimate: Estimate) -> Iterator[str]:
             yield f"--states {recipe} keeps {num_bytes} bytes a parameter instead of {of_states}: {fewer:,} nodes"
     too_long = not estimate.options and "the longest sample does not fit even alone" in estimate.dropped.counts
     if too_long and max(question.limits.cp) == 1:
-        yield "--cp 2,4,8 divides every sample over data parallel ranks (`dynapipe train --width`)"
+        yield "--cp 2,4,8 divides every sample over data parallel ranks (`dynapipe train --cp`)"
     weights = BYTES_PER_PARAMETER[question.states_recipe][0]
     share = weights * estimate.num_parameters / cluster.world_size
     if share <= room:

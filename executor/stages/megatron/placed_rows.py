@@ -41,9 +41,9 @@ def take_slices(model: Any, joined: JoinedRanks | None) -> None:
             return
         if fault := _fault(model, _fault_of_slices) or _fault_of_router(model.config):
             raise ConfigError(
-                f"{type(model).__name__} {fault}, so joined ranks cannot share its rows: take width 1 (--width 1)"
+                f"{type(model).__name__} {fault}, so joined ranks cannot share its rows: take width 1 (--cp 1)"
             )
-        _placed_angles(model, "slices of rows: take width 1 (--width 1)")
+        _placed_angles(model, "slices of rows: take width 1 (--cp 1)")
         for attention in _latent_attentions(model):
             _LatentAngles(attention)
         setattr(model, _TAKES_SLICES, True)
