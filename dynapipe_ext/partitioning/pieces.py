@@ -1,4 +1,4 @@
-"""Long samples in pieces, and short documents beside them, as packed rows."""
+"""Long samples in pieces, and short documents next to them, as packed rows."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from dynapipe_ext.partitioning.packing import (
     in_row_order,
 )
 
-PIECE_TOKENS = (2048, 4096, 8192, 16384, 32768)  # that are tried where the planner chooses
-FINER_TOKENS = (2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152)  # where it chooses a width, too
-CutBy = Literal["length", "time"]
+PIECE_TOKENS = (2048, 4096, 8192, 16384, 32768)  # tried if the planner chooses
+FINER_TOKENS = (2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152)  # if it chooses the cp degree, too
 
-_LOOSER = 16  # a row more, of so many, where documents find no room
+_LOOSER = 16  # one row more for this many, if documents find no row
 
 
 def piece_sizes(pieces: Pieces | Literal["finer"], longest: int, max_tokens: int) -> list[int]:
-    """Tokens of a piece that are worth a try, none above `max_tokens` (0: no cap); [] where no sample is longer.
+    """List the tokens per piece that are worth a try, none above `max_tokens` (0: no cap) or the longest sample.
 
     >>> piece_sizes("auto", 9000, 0), piece_sizes(3000, 9000, 0), piece_sizes("auto", 2048, 0)
     ([2048, 4096, 8192], [3000], [])
@@ -40,7 +39,7 @@ def piece_sizes(pieces: Pieces | Literal["finer"], longest: int, max_tokens: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTime:
-    """Time of a row of one document of x positions, about: overhead + token x + square x^2, ns."""
+    """Approximate time of a row of one document of x positions: overhead + token x + square x^2, ns."""
 
     overhead_ns: float = 0.0
     token_ns: float = 1.0
@@ -48,8 +47,8 @@ class RowTime:
 
     @staticmethod
     def rows(tokens: int, longest: int, recompute: Recompute) -> list[MicroBatch]:
-        """Three rows whose times determine it: a piece of half of `tokens` and one of about all of them at the start of
-        a sample, and one of half of them at the end of the longest sample."""
+        """Return three rows whose times determine it: a piece of half of `tokens` and one of about all of them at the
+        start of a sample, and one of half of them at the end of the longest sample."""
         half = max(1, tokens // 2)
         pieces = (
             SampleLength(0, half),
@@ -60,7 +59,7 @@ class RowTime:
 
     @classmethod
     def of(cls, rows: Sequence[MicroBatch], times_ns: Sequence[int]) -> RowTime:
-        """From the times of `rows`."""
+        """Fit the times of `rows`."""
         half, whole, start = rows[0].encoder_len, rows[1].encoder_len, rows[2].samples[0].start
         short_ns, long_ns, late_ns = times_ns
         square_ns = max(0.0, (late_ns - short_ns) / (2 * half * start))
@@ -70,11 +69,11 @@ class RowTime:
         return cls(overhead_ns=overhead_ns, token_ns=token_ns, square_ns=square_ns)
 
     def work_ns(self, length: int, count: int) -> float:
-        """Time of a sample in so many pieces."""
+        """Return the time of a sample in `count` pieces."""
         return count * self.overhead_ns + length * (self.token_ns + self.square_ns * length)
 
     def position(self, share: float, length: int) -> float:
-        """The position by which a share of a sample's time has passed, overhead aside.
+        """Return the position by which a share of a sample's time has passed, without the overhead.
 
         >>> round(RowTime().position(0.5, 100)), round(RowTime(square_ns=1e9).position(0.25, 100))
         (50, 50)
@@ -86,55 +85,41 @@ class RowTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceChoice:
-    """A way to cut long samples: into pieces of about so many tokens, alike in length or in time.
+    """A way to cut long samples: into pieces of about `tokens`, equal in `even` time (the default: in length).
 
-    `busiest_ns` and `fill_ns`: what a step of them is expected to take, the work of its busiest replica and the time
-    that its pipeline waits for the longest row.
+    `makespan_ns`: the expected makespan, the work of the busiest replica and the time that its pipeline waits for the
+    longest row; searches end a few percent below it. `hoped_ns`: with half of that wait. No search has got below this:
+    good orders have short rows first and last, and the long ones in between.
     """
 
     tokens: int
-    cut_by: CutBy
-    time: RowTime
-    busiest_ns: float
-    fill_ns: float
+    even: RowTime
+    makespan_ns: float
+    hoped_ns: float
 
     @classmethod
     def of(
-        cls, samples: Sequence[SampleLength], time: RowTime, tokens: int, cut_by: CutBy, *, dp: int, depth: int
+        cls, samples: Sequence[SampleLength], time: RowTime, tokens: int, even: RowTime, *, dp: int, depth: int
     ) -> PieceChoice:
-        """A few sums over the samples, for rows as `rows_with_pieces` fills them on `dp` replicas of `depth` ranks."""
+        """Estimate rows as `rows_with_pieces` fills them on `dp` replicas of `depth` ranks, by a few sums."""
         lengths = [s.encoder for s in samples]
         long = [(length, -(-length // tokens)) for length in lengths if length > tokens]
         short = [length for length in lengths if length <= tokens]
         free = sum(count * tokens - length for length, count in long)
         num_rows = max(0, -(-(sum(short) - free) // tokens))
         works = [time.work_ns(length, count) for length, count in long]
-        if cut_by == "time":
-            most_ns = [work / count for work, (_, count) in zip(works, long, strict=True)]
-        else:  # the last full piece attends to most
-            most_ns = [time.work_ns(n, 1) - time.work_ns(n - tokens, 0) for n, _ in long]
+        if even is time:
+            max_ns = [work / count for work, (_, count) in zip(works, long, strict=True)]
+        else:  # the last full piece attends to the most positions
+            max_ns = [time.work_ns(n, 1) - time.work_ns(n - tokens, 0) for n, _ in long]
         short_ns = math.fsum(time.work_ns(length, 0) for length in short) + num_rows * time.overhead_ns
-        return cls(
-            tokens=tokens,
-            cut_by=cut_by,
-            time=time,
-            busiest_ns=max((math.fsum(works) + short_ns) / dp, *works, 0.0),
-            fill_ns=(depth - 1) * max(*most_ns, (num_rows > 0) * time.work_ns(tokens, 1), 0.0),
-        )
-
-    @property
-    def makespan_ns(self) -> float:
-        """Expected makespan; searches end a few percent below it."""
-        return self.busiest_ns + self.fill_ns
-
-    @property
-    def hoped_ns(self) -> float:
-        """No search has got below this: good orders have short rows first and last, and the long ones in between."""
-        return self.busiest_ns + self.fill_ns / 2
+        busiest_ns = max((math.fsum(works) + short_ns) / dp, *works, 0.0)
+        fill_ns = (depth - 1) * max(*max_ns, (num_rows > 0) * time.work_ns(tokens, 1), 0.0)
+        return cls(tokens=tokens, even=even, makespan_ns=busiest_ns + fill_ns, hoped_ns=busiest_ns + fill_ns / 2)
 
     def rows(self, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> list[MicroBatch]:
-        """The samples cut in this way, as rows."""
-        return rows_with_pieces(samples, self.time if self.cut_by == "time" else RowTime(), evaluate, rule)
+        """Cut the samples in this way into rows."""
+        return rows_with_pieces(samples, self.even, evaluate, rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +138,13 @@ class PieceChoices:
 
     @property
     def promising(self) -> list[PieceChoice]:
-        """The way that is expected to be fastest, and the one that a good search may make fastest: mostly the same."""
+        """The choice that is expected to be fastest, and the one that a good search may make fastest: mostly equal."""
         best = (min(self.choices, key=attrgetter(by)) for by in ("makespan_ns", "hoped_ns"))
         return list(dict.fromkeys(best))
 
     @property
     def smallest(self) -> list[PieceChoice]:
-        """The ways that cut into the smallest pieces, one of which needs the fewest bytes."""
+        """The choices that cut into the smallest pieces, one of which needs the fewest bytes."""
         tokens = min(choice.tokens for choice in self.choices)
         return [choice for choice in self.choices if choice.tokens == tokens]
 
@@ -173,9 +158,9 @@ def piece_choices(
     depth: int,
     recompute: Recompute = "none",
 ) -> PieceChoices:
-    """The ways to cut long samples into pieces of about these sizes, of those whose longest piece `evaluate` can price.
+    """List the ways to cut long samples into pieces of about these sizes whose longest piece `evaluate` can price.
 
-    Errors: PlanError where `evaluate` can price none, and for samples with a decoder side.
+    Raises PlanError if `evaluate` can price none, and for samples with a decoder side.
     """
     if any(s.decoder for s in samples):
         raise PlanError("samples with a decoder side cannot be cut into pieces: plan whole samples (pieces off)")
@@ -189,28 +174,23 @@ def piece_choices(
             row_times[tokens] = RowTime.of(three, priced_ns)
     if not row_times:
         evaluate(rows[0])  # raises, naming what has no price
-    firsts = [_first_alike_in_time(samples, *one, recompute) for one in row_times.items()]
+    firsts: list[MicroBatch] = []  # the longest pieces of equal time: first ones attend to the fewest positions
+    for tokens, time in row_times.items():
+        ends = (time.position(1 / -(-s.encoder // tokens), s.encoder) for s in samples if s.encoder > tokens)
+        firsts.append(MicroBatch((SampleLength(0, math.ceil(max(ends))),), "packed", recompute, "carried"))
     choices: list[PieceChoice] = []
     for (tokens, time), first_ns in zip(row_times.items(), _prices(evaluate, firsts), strict=True):
-        ways: list[CutBy] = ["length"] if first_ns is None else ["length", "time"]
-        choices += [PieceChoice.of(samples, time, tokens, by, dp=dp, depth=depth) for by in ways]
+        ways = [RowTime()] if first_ns is None else [RowTime(), time]
+        choices += [PieceChoice.of(samples, time, tokens, even, dp=dp, depth=depth) for even in ways]
     return PieceChoices(tuple(choices))
 
 
 def _prices(evaluate: MicroBatchEvaluate, rows: Sequence[MicroBatch]) -> list[int | None]:
-    """Times of rows, None for those without a price."""
+    """Return the times of rows, None for those without a price."""
     try:
         return [int(ns) for ns in evaluate(rows)[0]]
     except PlanError:
         return [None] if len(rows) == 1 else [ns for row in rows for ns in _prices(evaluate, [row])]
-
-
-def _first_alike_in_time(
-    samples: Sequence[SampleLength], tokens: int, time: RowTime, recompute: Recompute
-) -> MicroBatch:
-    """The longest piece where pieces are alike in time: a first one, as it attends to the fewest positions."""
-    firsts = (time.position(1 / -(-s.encoder // tokens), s.encoder) for s in samples if s.encoder > tokens)
-    return MicroBatch((SampleLength(0, math.ceil(max(firsts))),), "packed", recompute, "carried")
 
 
 def piece(sample: SampleLength, offset: int, length: int) -> SampleLength:
@@ -224,14 +204,14 @@ def piece(sample: SampleLength, offset: int, length: int) -> SampleLength:
     return SampleLength(sample.index, length, 0, target, sample.start + offset)
 
 
-def in_pieces(sample: SampleLength, most_tokens: int, multiple: int, time: RowTime) -> list[SampleLength]:
-    """A sample in as few pieces as pieces of `most_tokens` would be, alike in time (where squares cost nothing, in
-    length). The length of each but the last is a multiple of `multiple`.
+def in_pieces(sample: SampleLength, max_tokens: int, multiple: int, time: RowTime) -> list[SampleLength]:
+    """Cut a sample into as few pieces as pieces of `max_tokens` would be, equal in time (in length, if squares cost
+    nothing). The length of each but the last is a multiple of `multiple`.
 
     >>> [(p.start, p.encoder) for p in in_pieces(SampleLength(0, 100), 40, 8, RowTime())]
     [(0, 40), (40, 32), (72, 28)]
     """
-    count = -(-sample.encoder // most_tokens)
+    count = -(-sample.encoder // max_tokens)
     even_ends = [time.position(k / count, sample.encoder) for k in range(1, count)]
     ends = [*(round_up(math.ceil(end), multiple) for end in even_ends), sample.encoder]
     pieces, start = [], 0
@@ -245,12 +225,12 @@ def in_pieces(sample: SampleLength, most_tokens: int, multiple: int, time: RowTi
 def rows_with_pieces(
     samples: Sequence[SampleLength], time: RowTime, evaluate: MicroBatchEvaluate, rule: RowRule
 ) -> list[MicroBatch]:
-    """Packed rows of about `rule.max_tokens` positions, of long samples and short documents.
+    """Return packed rows of about `rule.max_tokens` positions, of long samples and short documents.
 
-    Longer samples are cut into pieces alike in time, a piece a row. Documents follow, the dearest first, each in the
-    row with room that costs least so far, whether a piece is in it or not.
+    Longer samples are cut into pieces of equal time, one per row. Documents follow, the most expensive first, each in
+    the row with free positions that costs least so far, whether a piece is in it or not.
 
-    Errors: PlanError for what `evaluate` cannot price.
+    Raises PlanError for rows that `evaluate` cannot price.
     """
     long = [s for s in samples if s.encoder > rule.room]
     short = [s for s in samples if s.encoder <= rule.room]
