@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <queue>
 #include <tuple>
@@ -54,7 +55,7 @@ inline std::pair<Spans, std::vector<std::pair<int, int>>> run_steps(const std::v
   return {std::move(spans), std::move(stuck)};
 }
 
-// Least possible max(end + tail) over preemptive orders of jobs on one machine: always run the largest tail.
+// Returns the least possible max(end + tail) over preemptive orders of jobs on one machine: always run the largest tail.
 inline i64 bound_machine_ns(const i64* heads, const i64* durations, const i64* tails, std::size_t count) {
   std::vector<std::size_t> order(count);
   std::iota(order.begin(), order.end(), 0);
@@ -79,12 +80,7 @@ inline i64 bound_machine_ns(const i64* heads, const i64* durations, const i64* t
     now = std::max(now, heads[job]);
     ready.emplace(tails[job], durations[job]);
   }
-  while (!ready.empty()) {
-    const auto [tail, left] = ready.top();
-    ready.pop();
-    now += left;
-    best = std::max(best, now + tail);
-  }
+  run_until(std::numeric_limits<i64>::max());
   return best;
 }
 

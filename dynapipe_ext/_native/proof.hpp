@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -26,39 +25,32 @@ struct Replica {
 };
 
 struct Transfer {
-  int key, specs;
+  int key, peer, channel, specs;
   bool is_send;
 };
 
-using Lanes = std::map<std::pair<int, int>, std::vector<Transfer>>;  // by peer and channel
-
-// One rank by itself: `run` says whether all is right, and leaves its lanes, its transfers and its peak.
-class ProvenRank {
- public:
-  ProvenRank(const Replica& replica, int rank)
-      : replica_(replica), rank_(rank), stages_(static_cast<int>(replica.stage_ranks.size())), count_(replica.count) {}
-
-  bool run(const Rows& rows) {
-    const std::size_t places = static_cast<std::size_t>(stages_) * count_;
-    loaded_.assign(count_, 0);
-    progress_.assign(places, kNothing);
-    for (auto* one : {&present_, &sending_, &receiving_}) one->assign(2 * places, -1);
-    for (std::size_t i = 0; i < rows.count; ++i) {
-      if (!step(rows.first[i])) return false;
-    }
-    return is_whole();
-  }
-
-  // Gives up the memory of the run alone.
-  void forget() {
-    loaded_ = {};
-    progress_ = {};
-    present_ = sending_ = receiving_ = {};
-  }
-
-  Lanes lanes;
-  std::vector<int> operations;  // keys of transfers in the order posted
+// What a rank posts, in program order, and the largest sum of bytes in flight.
+struct Posted {
+  std::vector<Transfer> transfers;
   i64 peak_bytes = 0;
+};
+
+// One rank by itself.
+class RankProof {
+ public:
+  RankProof(const Replica& replica, int rank)
+      : replica_(replica), rank_(rank), stages_(static_cast<int>(replica.stage_ranks.size())), count_(replica.count), loaded_(count_, 0),
+        progress_(static_cast<std::size_t>(stages_) * count_, kNothing), present_(2 * progress_.size(), -1), sending_(present_),
+        receiving_(present_) {}
+
+  // Returns what the rank posts, or nothing if something is wrong.
+  std::optional<Posted> run(const Rows& rows) && {
+    for (std::size_t i = 0; i < rows.count; ++i) {
+      if (!step(rows.first[i])) return std::nullopt;
+    }
+    if (!is_whole()) return std::nullopt;
+    return std::move(posted_);
+  }
 
  private:
   enum Progress : char { kNothing, kForwarded, kHalf, kDone };
@@ -92,10 +84,9 @@ class ProvenRank {
       if (receiving_[key] >= 0 || present_[key] >= 0) return false;
       receiving_[key] = bytes;
     }
-    lanes[{row.peer, row.channel}].push_back({key, row.specs, is_send});
-    operations.push_back(key);
+    posted_.transfers.push_back({key, row.peer, row.channel, row.specs, is_send});
     held_bytes_ += bytes;
-    peak_bytes = std::max(peak_bytes, held_bytes_);
+    posted_.peak_bytes = std::max(posted_.peak_bytes, held_bytes_);
     return true;
   }
 
@@ -151,66 +142,55 @@ class ProvenRank {
 
   const Replica& replica_;
   const int rank_, stages_, count_;
+  Posted posted_;
   i64 held_bytes_ = 0;
   std::vector<char> loaded_;  // micro-batches
   std::vector<Progress> progress_;
   std::vector<i64> present_, sending_, receiving_;  // by key: bytes, or -1
 };
 
-// The k-th operations of both sides of a queue are a send and a receive of one buffer with one shape.
-inline bool lanes_meet(const std::vector<ProvenRank>& ranks) {
-  for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
-    for (const auto& [queue, ours] : ranks[rank].lanes) {
-      if (queue.first < 0 || queue.first >= static_cast<int>(ranks.size())) return false;
-      const Lanes& of_peer = ranks[queue.first].lanes;
-      const auto theirs = of_peer.find({rank, queue.second});
-      if (theirs == of_peer.end() || theirs->second.size() != ours.size()) return false;
-      for (std::size_t k = 0; k < ours.size(); ++k) {
-        const Transfer &mine = ours[k], &other = theirs->second[k];
-        if (mine.is_send == other.is_send || mine.key != other.key || mine.specs != other.specs) return false;
-      }
-    }
-  }
-  return true;
-}
-
-// Whether ranks that post their transfers one at a time all come to their end.
-inline bool in_one_order(const std::vector<ProvenRank>& ranks, std::size_t num_keys) {
+// Checks that ranks that post their transfers one at a time all reach their end, each transfer as a send and a receive of
+// one buffer with one shape on one channel. Then both sides of every queue have the same transfers in the same order.
+inline bool meet_in_one_order(const std::vector<Posted>& ranks, std::size_t num_keys) {
   std::vector<std::size_t> done(ranks.size(), 0);
   std::vector<int> first_side(num_keys, -1), moving;
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) moving.push_back(static_cast<int>(rank));
   while (!moving.empty()) {
     const int rank = moving.back();
     moving.pop_back();
-    while (done[rank] < ranks[rank].operations.size()) {
-      int& side = first_side[ranks[rank].operations[done[rank]]];
-      const int other = side;
-      side = other < 0 ? rank : -1;
-      if (other < 0) break;
+    while (done[rank] < ranks[rank].transfers.size()) {
+      const Transfer& mine = ranks[rank].transfers[done[rank]];
+      const int other = std::exchange(first_side[mine.key], -1);
+      if (other < 0) {
+        first_side[mine.key] = rank;
+        break;
+      }
+      const Transfer& theirs = ranks[other].transfers[done[other]];
+      if (mine.peer != other || theirs.peer != rank || mine.channel != theirs.channel || mine.specs != theirs.specs || mine.is_send == theirs.is_send) {
+        return false;
+      }
       ++done[rank];
       ++done[other];
       moving.push_back(other);
     }
   }
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-    if (done[rank] < ranks[rank].operations.size()) return false;
+    if (done[rank] < ranks[rank].transfers.size()) return false;
   }
   return true;
 }
 
-// Peak bytes of buffers in flight of each rank; nothing where something is wrong.
+// Returns the peak bytes of buffers in flight of each rank; nothing if something is wrong.
 inline std::optional<std::vector<i64>> peaks_of_proven(const Replica& replica, const std::vector<Rows>& programs) {
-  std::vector<ProvenRank> ranks;
-  ranks.reserve(programs.size());
+  std::vector<Posted> ranks;
   std::vector<i64> peaks;
   for (std::size_t rank = 0; rank < programs.size(); ++rank) {
-    ranks.emplace_back(replica, static_cast<int>(rank));
-    if (!ranks.back().run(programs[rank])) return std::nullopt;
-    ranks.back().forget();
-    peaks.push_back(ranks.back().peak_bytes);
+    auto posted = RankProof(replica, static_cast<int>(rank)).run(programs[rank]);
+    if (!posted) return std::nullopt;
+    peaks.push_back(posted->peak_bytes);
+    ranks.push_back(std::move(*posted));
   }
-  const std::size_t num_keys = 2 * replica.stage_ranks.size() * replica.count;
-  if (!lanes_meet(ranks) || !in_one_order(ranks, num_keys)) return std::nullopt;
+  if (!meet_in_one_order(ranks, 2 * replica.stage_ranks.size() * replica.count)) return std::nullopt;
   return peaks;
 }
 
