@@ -132,17 +132,18 @@ def test_auto_is_never_slower_than_whole_samples_and_never_under_its_bound(lengt
     assert bound_ns <= again_ns <= bound_ns + 10**6 * is_cut(both[1]) + 10**4
 
 
-@pytest.mark.parametrize("cut_by", ["length", "time"])
-def test_what_a_cut_is_expected_to_take_is_what_its_rows_take(cut_by) -> None:
+def test_what_a_cut_is_expected_to_take_is_what_its_rows_take() -> None:
     samples = sample_lengths([60_000, 20_000, *range(100, 5000, 70)])
     costs = AnalyticCosts(preset("llama-2-7b"), Topology(tp=8, pp=4), layer_overhead_ns=60_000)
     price = micro_batch_evaluate(costs)
     for tokens in (2048, 4096, 8192):
         choices = piece_choices(samples, price, [tokens], dp=1, depth=4).choices
-        (cut,) = (choice for choice in choices if choice.cut_by == cut_by)
-        times, _ = price(cut.rows(samples, price, RowRule(max_tokens=tokens, pad_multiple=8)))
-        assert cut.busiest_ns == pytest.approx(int(times.sum()), rel=0.01)
-        assert cut.fill_ns == pytest.approx(3 * int(times.max()), rel=0.1)
+        assert [choice.even == RowTime() for choice in choices] == [True, False]  # of equal length, of equal time
+        for cut in choices:
+            times, _ = price(cut.rows(samples, price, RowRule(max_tokens=tokens, pad_multiple=8)))
+            fill_ns = 2 * (cut.makespan_ns - cut.hoped_ns)
+            assert cut.makespan_ns - fill_ns == pytest.approx(int(times.sum()), rel=0.01)
+            assert fill_ns == pytest.approx(3 * int(times.max()), rel=0.1)
 
 
 @pytest.mark.parametrize(
