@@ -1,60 +1,13 @@
-"""Numbers into parts of even sums: micro-batches over replicas, and all partitions of a few samples."""
+"""Numbers into parts of even sums: micro-batches over replicas."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from dynapipe_ext.core import native
-from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.errors import PlanError
-
-MOST_SAMPLES = 9
-
-
-def good_partitions(costs: Sequence[int], weights: Sequence[int], most: int) -> list[list[int]]:
-    """For each weight the `most` partitions of least sum + weight x max of their parts' costs, without repetition.
-
-    `costs[mask]` prices the subset with the samples of the bits of `mask` (INFEASIBLE: cannot run); a partition is a
-    list of masks. All partitions are tried: 21,147 of 9 samples. The result is empty where some sample fits nowhere.
-
-    >>> good_partitions([0, 5, 5, 6, 5, 50, 50, 60], [1], 1)
-    [[3, 4]]
-    """
-    count = len(costs).bit_length() - 1
-
-    def partitions(rest: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """(sum, max, parts) of the partitions of the samples in `rest`."""
-        if not rest:
-            yield 0, 0, ()
-            return
-        lowest = rest & -rest
-        others = rest ^ lowest
-        part = others
-        while True:
-            cost = costs[part | lowest]
-            if cost < INFEASIBLE:
-                for total, largest, parts in all_of(others ^ part):
-                    yield total + cost, max(largest, cost), (part | lowest, *parts)
-            if not part:
-                break
-            part = (part - 1) & others
-
-    of_rest: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {}
-
-    def all_of(rest: int) -> list[tuple[int, int, tuple[int, ...]]]:
-        if rest not in of_rest:
-            of_rest[rest] = list(partitions(rest))
-        return of_rest[rest]
-
-    whole = all_of((1 << count) - 1)
-    chosen: dict[tuple[int, ...], None] = {}
-    for weight in weights:
-        for _, _, parts in heapq.nsmallest(most, whole, key=lambda one: (one[0] + weight * one[1], one[2])):
-            chosen[parts] = None
-    return [list(parts) for parts in chosen]
-
 
 _ROUNDS_PER_ITEM = 4
 _CLOSE_ENOUGH = 10_000  # refinement ends once the largest load is within one part in so many of the mean

@@ -360,19 +360,6 @@ def padded_sides(samples: Sequence[SampleLength], multiple: int) -> IntArray:
     return padded
 
 
-def price_subsets(
-    samples: Sequence[SampleLength], costs: PricesShapes, kinds: Sequence[Recompute], caps: Caps
-) -> tuple[IntArray, IntArray]:
-    """Return for every mask of a few samples the time of its subset as one micro-batch, and its fastest mode."""
-    masks = np.arange(1, 1 << len(samples))
-    members = (masks[:, None] >> np.arange(len(samples))) & 1
-    rows = members.sum(axis=1)
-    encoder, decoder = ((members * side).max(axis=1) for side in padded_sides(samples, caps.pad_multiple))
-    time_ns, kind = fastest([costs.evaluate_shapes(rows, encoder, decoder, one) for one in kinds], caps.max_bytes)
-    time_ns[rows * (encoder + decoder) > (caps.max_tokens or INFEASIBLE)] = INFEASIBLE
-    return np.append(0, time_ns), np.append(0, kind)
-
-
 def ordered(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLength]:
     """Return the samples in the order in which they are cut.
 

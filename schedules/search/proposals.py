@@ -16,7 +16,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, bottleneck
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.partitioning.balance import MOST_SAMPLES, assign_replicas, good_partitions
+from dynapipe_ext.partitioning.balance import assign_replicas
 from dynapipe_ext.partitioning.packing import (
     GRADES,
     MOST_TRIES,
@@ -32,7 +32,6 @@ from dynapipe_ext.partitioning.padded import (
     SortOrder,
     ordered,
     price_cuts,
-    price_subsets,
 )
 from dynapipe_ext.partitioning.pieces import PieceChoice, PieceChoices, piece_choices
 from dynapipe_ext.partitioning.rules import (
@@ -56,7 +55,6 @@ Made = TypeVar("Made")
 _MOVES_A_TRY = 1000  # One number of packed rows near the best is tried for each so many moves of the effort.
 _LEVELLING = 50  # Each cut is levelled by so many moves whatever the effort, so that searches begin at the same place.
 _MOST_ROWS = 100  # A short search begins with packings of at most so many rows a replica.
-_MOST_FEW = 8  # Few samples are split by each of three objectives into at most so many proposals.
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +133,6 @@ class Proposals:
             with suppress(PlanError):  # shapes that the law did not know may be refused
                 made = _possible(partial(exchanged, priced, cuts) for cuts in firsts)
                 proposed += self.fixed([self._with_replicas(parts, samples, step) for parts in made])
-        if len(samples) <= MOST_SAMPLES and any(s.decoder for s in samples) and not self.rules.equal_counts:
-            proposed += self.fixed(self._few(samples, step))
         return proposed
 
     def _levelled(self, priced: PricedCuts, start: Start, min_in_flight: int, step: int) -> list[Proposal]:
@@ -160,18 +156,6 @@ class Proposals:
         )
         even = tuple(Cut(a, b, int(kinds[shapes[b - 1, b - a - 1]])) for a, b in cuts)
         return [Proposal(replace(start, cuts=even, groups=tuple(map(tuple, groups))), priced.micro_batch)]
-
-    def _few(self, samples: list[SampleLength], step: int) -> list[Replicas]:
-        """Good splits of a few samples with decoder sides, which cuts of one order may miss."""
-        order, busy = ordered(samples, "sorted"), min(self.topology.num_replicas, len(samples))
-        times, kinds = price_subsets(order, self.costs, self.kinds, self._caps)
-        splits = good_partitions(times.tolist(), (0, busy, busy * (self.depth - 1)), _MOST_FEW)
-
-        def part(mask: int) -> MicroBatch:
-            members = tuple(sample for i, sample in enumerate(order) if mask >> i & 1)
-            return MicroBatch(members, recompute=self.kinds[kinds[mask]], pad_multiple=self.rules.pad_multiple)
-
-        return [self._with_replicas([part(mask) for mask in masks], samples, step) for masks in splits]
 
     def splits(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Micro-batches of every replica that stay what they are, for schedules that hold few of them or many."""

@@ -21,9 +21,9 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.partitioning.balance import assign_replicas, good_partitions
+from dynapipe_ext.partitioning.balance import assign_replicas
 from dynapipe_ext.partitioning.packing import RowPackings, RowRule, fill_lightest, micro_batch_evaluate
-from dynapipe_ext.partitioning.padded import Caps, best_partition, ordered, price_cuts, price_subsets
+from dynapipe_ext.partitioning.padded import Caps, best_partition, ordered, price_cuts
 from dynapipe_ext.partitioning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 
 COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=3000, bytes_per_token=10)
@@ -161,35 +161,6 @@ def test_padded_split_equals_brute_force_over_contiguous_partitions(
     assert len(ends) >= dp
     if count >= dp:  # else the optimum would leave a replica empty
         assert got == best
-
-
-def set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    if not items:
-        yield []
-        return
-    first, *rest = items
-    for parts in set_partitions(rest):
-        yield [[first], *parts]
-        for k in range(len(parts)):
-            yield [*parts[:k], [first, *parts[k]], *parts[k + 1 :]]
-
-
-@STEADY
-@given(batches(most=6, decoder=True), st.integers(0, 9), CAPS)
-def test_good_partitions_of_few_samples_equal_brute_force(samples: list[SampleLength], weight: int, caps: Caps) -> None:
-    times, _ = price_subsets(samples, MERGING, ("none",), caps)
-    values = []
-    for parts in set_partitions(list(range(len(samples)))):
-        each = [time_ns(MERGING, [samples[i] for i in part], caps, 1) for part in parts]
-        known = [time for time in each if time is not None]
-        assert len(known) < len(each) or known == [times[sum(1 << i for i in part)] for part in parts]
-        if len(known) == len(each):
-            values.append(sum(known) + weight * max(known))
-    found = good_partitions(times.tolist(), (weight,), 1)
-    assert bool(found) == bool(values)
-    for masks in found:
-        assert sum(masks) == (1 << len(samples)) - 1
-        assert sum(times[masks]) + weight * max(times[masks]) == min(values)
 
 
 @settings(STEADY, max_examples=300)
