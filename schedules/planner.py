@@ -47,7 +47,7 @@ from dynapipe_ext.schedules.planner_checks import (
 )
 from dynapipe_ext.schedules.published.by_name import schedule_of_costs
 from dynapipe_ext.schedules.rounds import in_rounds, takes_rounds
-from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
+from dynapipe_ext.schedules.search.flow_shop import order_forwards
 from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import (
@@ -67,7 +67,6 @@ Schedules = tuple[PipelineSchedule, ...]
 _LESS = 4  # forwards alone leave less to choose: their cuts and replicas get one part in so many of the effort
 _AGAIN = 4  # making replicas fit in less memory gets one part in so many of the effort
 _ROUNDS_OF_HALVES = 3  # in which rows of documents are cut in two, if that makes a step shorter
-_PLACES = 8  # forwards alone: moves of effort for which one micro-batch tries all places in the order
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +337,8 @@ class Planner(PlanRules):
                     " alone do not: plan the step with pieces off and recompute none, selective or full"
                 )
         replicas = [[m.recomputing("none") for m in replica.micro_batches] for replica in plan.batch.replicas]
-        step_plan = forwards._predicted(*forwards._forwards_in_order(replicas), step=plan.batch.step)
+        ordered = order_forwards(replicas, forwards.costs, forwards.topology.stage_ranks)
+        step_plan = forwards._predicted(*ordered, step=plan.batch.step)
         whole = {s.index: s for m in plan.batch.micro_batches for s in m.samples}
         return forwards._certified(step_plan, list(whole.values()))
 
@@ -522,14 +522,9 @@ class Planner(PlanRules):
         )
         index, optimized = optimize_best([proposal.start for proposal in proposed], settings)
         replicas = proposed[index].replicas(optimized.replicas)
-        if self.forward_only:
-            return self._forwards_in_order(replicas)
+        if self.forward_only:  # searched with backwards that take no time: good cuts and replicas, in another order
+            return order_forwards(replicas, self.costs, self.topology.stage_ranks)
         return replicas, optimized.schedules, proposed[index].costs(optimized.replicas)
-
-    def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, ReplicaCosts]:
-        # Forwards alone are searched with backwards that take no time: good cuts and replicas, in another order.
-        effort = self.effort // (_PLACES * self.topology.num_replicas)
-        return forwards_in_order(replicas, self.costs, self.topology.stage_ranks, effort=effort)
 
     def _best_published(self, splits: Sequence[Replicas], step: int) -> StepPlan:
         """Of several splits under a published schedule, the one that ends first."""
