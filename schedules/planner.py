@@ -457,7 +457,7 @@ class Planner(PlanRules):
         proposals = replace(self._proposals, kinds=kinds)
         if self.schedule != "adaptive":
             return self._best_published(proposals.splits(samples, step), step)
-        is_cut = self.rule == "dynapipe-ext" and self.layout == "padded"
+        is_cut = self.split_policy == "dynapipe-ext" and self.layout == "padded"
         starts = proposals.cuts(samples, step) if is_cut else proposals.fixed(proposals.splits(samples, step))
         plan = self._predicted(*self._searched(starts), step=step)
         if not self.topology.is_interleaved or not takes_rounds(plan):
@@ -578,7 +578,7 @@ class Planner(PlanRules):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Planner:
-        known = {"noise": 0.0, **raw}  # which lacks the rules that are younger than itself
+        known = {"noise": 0.0, "split_policy": raw.get("rule"), **raw}  # of earlier versions
         topology: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw["topology"].items()}
         return cls(
             Topology(**topology),

@@ -25,7 +25,7 @@ class Rival:
     def rules(self) -> dict[str, Any]:
         """Keywords of `PlanRules`: of several row lengths, orders of the rows and recomputation modes, each step takes
         the best."""
-        return {"rule": "packed-balanced", "layout": "packed", "schedule": self.schedule, "max_tokens": 0}
+        return {"split_policy": "packed-balanced", "layout": "packed", "schedule": self.schedule, "max_tokens": 0}
 
 
 _ROWS = "rows of whole documents by best fit, attention within each document; the best of several row lengths"

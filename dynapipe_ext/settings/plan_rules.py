@@ -13,7 +13,7 @@ from dynapipe_ext.batch.topology import PlacementName, Topology
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.settings.declared import check_declared, number_or_word, setting
 
-SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
+SplitPolicy = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 ScheduleName = Literal["adaptive", "1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "cyclic"]
 # Every backward as I and W, asked for or not.
 SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "v-half")
@@ -25,13 +25,13 @@ class PlanRules:
     """The one declaration of these rules. A `Planner`, the [plan] table of a run and the drop-in's settings are plan
     rules with fields of their own beside them.
 
-    `layout`: samples of a micro-batch are rows padded to the longest, or documents end to end in one row. A `rule`
-    other than "dynapipe-ext" splits batches as a peer does, for comparisons, and at its best: sizes that its rule
-    leaves open, like the length of packed rows without `max_tokens`, are those whose step ends first. `max_tokens` caps
-    the positions of one micro-batch, of padded rows over both sides, of a packed row of either side; 0: memory alone
-    limits it. `effort` counts the moves that the search tries: where the batch is cut, recomputation, replica, order,
-    dispatch rule. From 8 replicas on it tries more, in proportion. A larger effort begins as a smaller one does and
-    ends no worse; for packed rows from 8,000 on, as a smaller one begins from fewer numbers of rows.
+    `layout`: samples of a micro-batch are rows padded to the longest, or documents end to end in one row. A
+    `split_policy` other than "dynapipe-ext" splits batches as a peer does, for comparisons, and at its best: sizes that
+    it leaves open, like the length of packed rows without `max_tokens`, are those whose step ends first. `max_tokens`
+    limits the positions of one micro-batch, of padded rows over both sides, of a packed row of either side; 0: only
+    memory limits it. `effort` counts the moves that the search tries: where the batch is cut, recomputation, replica,
+    order, dispatch policy. From 8 replicas on it tries more, in proportion. A larger effort begins as a smaller one
+    does and ends no worse; for packed rows from 8,000 on, as a smaller one begins from fewer numbers of rows.
 
     `split_backward` runs backwards as I and W under the adaptive schedule. `recompute` "auto" chooses for each
     micro-batch, and "stage" for samples in pieces alone: others that do not fit with "full" do not fit with "stage"
@@ -44,7 +44,7 @@ class PlanRules:
 
     layout: Layout = setting("padded", "--layout", "of micro-batches")
     schedule: ScheduleName = setting("adaptive", "--schedule", "of the pipeline")
-    rule: SplitRule = setting("dynapipe-ext")
+    split_policy: SplitPolicy = setting("dynapipe-ext")
     pad_multiple: int = setting(8, "--pad-multiple", "rows are rounded up to it", at_least=1, at_most=1 << 24)
     max_tokens: int = setting(
         0, "--max-tokens", "most positions of a micro-batch; 0: as memory allows", at_least=0, at_most=1 << 40
@@ -114,7 +114,7 @@ def _check_pieces(rules: PlanRules, where: str, *, counts_are_free: bool) -> Non
     beside = {
         "layout": (rules.layout == "packed", 'pieces share packed rows with short documents: layout "packed"'),
         "schedule": (rules.schedule == "adaptive", "published schedules know no pieces: the adaptive schedule"),
-        "rule": (rules.rule == "dynapipe-ext", "peers' rules cut in their own way: rule dynapipe-ext"),
+        "split_policy": (rules.split_policy == "dynapipe-ext", "peers cut in their own way: split_policy dynapipe-ext"),
         "replica_counts": (
             counts_are_free,
             'all pieces of a sample run on one replica: replica_counts "free", one'

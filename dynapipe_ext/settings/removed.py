@@ -8,6 +8,7 @@ from typing import Any
 from dynapipe_ext.errors import ConfigError
 
 _RENAMED = {f"[debug] {name}": f"[run] {name}" for name in ("log_dir", "log_level", "plan_dir")} | {
+    "[plan] rule": "[plan] split_policy",
     "[topology] vocabulary": "[topology] vocabulary_parallel",
     "[topology] width": "[topology] context_parallel",
     "--vocabulary": "--vocabulary-parallel",

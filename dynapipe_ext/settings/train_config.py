@@ -140,10 +140,10 @@ class TrainConfig:
         check_data_settings(self.data, where)
         check_preferences(self.preferences, self.data, self.plan, model, self.lora, where)
         check_optimizer(self.optimizer, where)
-        if model.num_decoder_layers and plan.rule == "fixed-rows":
+        if model.num_decoder_layers and plan.split_policy == "fixed-rows":
             raise ConfigError(
-                f"{where}: [plan] rule 'fixed-rows' packs rows that attend as a whole, which would mix the inputs of an"
-                " encoder-decoder: take rule dynapipe-ext, or packed-balanced"
+                f"{where}: [plan] split_policy 'fixed-rows' packs rows that attend as a whole, which would mix the"
+                " inputs of an encoder-decoder: take dynapipe-ext, or packed-balanced"
             )
         check_pieces_of_model(model, plan.pieces, where)  # first: no rule of plans would help such a model
         check_width(topology, model, self.deepspeed.config, where)
@@ -295,8 +295,10 @@ def check_preferences(
         raise ConfigError(f"{at} but the model is an encoder-decoder, of whose samples pairs are not made: take GPTs")
     if plan.pieces != "off":
         raise ConfigError(f"{at} but [plan] pieces is {plan.pieces!r}, and a pair stays whole: set pieces to 'off'")
-    if plan.rule not in ("dynapipe-ext", "packed-balanced"):
-        raise ConfigError(f"{at} but [plan] rule {plan.rule!r} knows no pairs: take dynapipe-ext, or packed-balanced")
+    if plan.split_policy not in ("dynapipe-ext", "packed-balanced"):
+        raise ConfigError(
+            f"{at} but split_policy {plan.split_policy!r} knows no pairs: take dynapipe-ext or packed-balanced"
+        )
     dropouts = {"[model] dropout": model.dropout, "[lora] lora_dropout": lora.lora_dropout}
     if drawn := [f"{name} {rate:g}" for name, rate in dropouts.items() if rate]:
         raise ConfigError(

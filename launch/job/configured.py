@@ -77,9 +77,13 @@ def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
             "--compare packs rows that attend as a whole, which would mix the inputs of an encoder-decoder: leave"
             " --compare out"
         )
-    fixed_rows: dict[str, Any] = {"layout": "packed", "rule": "fixed-rows", "max_tokens": config.model.max_seq_len}
+    fixed_rows: dict[str, Any] = {
+        "layout": "packed",
+        "split_policy": "fixed-rows",
+        "max_tokens": config.model.max_seq_len,
+    }
     weaker: dict[str, dict[str, Any]] = {
-        "padding to the batch maximum, 1F1B": {"layout": "padded", "rule": "batch-max", "max_tokens": 0},
+        "padding to the batch maximum, 1F1B": {"layout": "padded", "split_policy": "batch-max", "max_tokens": 0},
         "packing into fixed rows, whole-row attention, 1F1B": fixed_rows,
     }
     unfit = unfit_rivals(config)

@@ -450,9 +450,10 @@ def with_cut(config: TrainConfig, cut: ProvenCut, *, layout_is_named: bool, comp
     if plan.layout != "packed" or not cut.packed_fault:
         return config
     asker = "--compare packs rows" if compare else "layout is packed" if layout_is_named else ""
-    if asker or plan.rule != TrainConfig().plan.rule:
+    if asker or plan.split_policy != TrainConfig().plan.split_policy:
         raise ConfigError(
-            f"{asker or f'rule {plan.rule} packs rows'}, but packing is not exact in {name} ({cut.packed_fault}): give"
+            f"{asker or f'{plan.split_policy} packs rows'}, but packing is not exact in {name} ({cut.packed_fault}):"
+            " give"
             " --layout padded" + (" and leave --compare out" if compare else "")
         )
     return config.with_values(plan={"layout": "padded"})

@@ -427,11 +427,11 @@ def check_data(data: RunData, check: Callable[..., None]) -> None:
 
 def refuse_pieces(config: TrainConfig, data: RunData, *, compare: bool) -> None:
     """Errors: ConfigError for plans that cut samples whose targets are not all at the end: lengths do not say where."""
-    cuts = compare or config.plan.rule == "fixed-rows" or config.plan.pieces != "off"
+    cuts = compare or config.plan.split_policy == "fixed-rows" or config.plan.pieces != "off"
     if data.whole.targets is not None and cuts:
         raise ConfigError(
-            "--compare, and [plan] rule fixed-rows and pieces, cut long samples, of which only those with all targets"
-            " at their end can be cut: leave it out for chats, and for pairs of answers"
+            "--compare, split_policy fixed-rows and pieces cut long samples, of which only those with all targets at"
+            " their end can be cut: leave it out for chats, and for pairs of answers"
         )
 
 

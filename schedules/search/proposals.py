@@ -160,7 +160,7 @@ class Proposals:
     def splits(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Micro-batches of every replica that stay what they are, for schedules that hold few of them or many."""
         stages = self.topology.num_stages
-        if self.rules.rule != "dynapipe-ext":
+        if self.rules.split_policy != "dynapipe-ext":
             return _possible(self._peer_rules(samples))
         if self.rules.layout == "padded":
             held = self._in_flight(stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages)
@@ -242,7 +242,9 @@ class Proposals:
             micro_batches = [m for replica in replicas for m in replica]
             ends = np.cumsum([0] + [len(replica) for replica in replicas]).tolist()
             kinds = (
-                self.kinds if self.rules.rule == "dynapipe-ext" else tuple({m.recompute: None for m in micro_batches})
+                self.kinds
+                if self.rules.split_policy == "dynapipe-ext"
+                else tuple({m.recompute: None for m in micro_batches})
             )
             like = self._known(micro_batches)
             start = Start.of_micro_batches(
@@ -423,7 +425,7 @@ class Proposals:
         room = max(
             round_up(self.rules.max_tokens, multiple), round_up(max(s.decoder for s in samples), multiple), longest
         )
-        match self.rules.rule:
+        match self.rules.split_policy:
             case "batch-max":
                 make = partial(
                     pad_to_batch_max, samples, dp=dp, pad_multiple=multiple, equal_counts=self.rules.equal_counts

@@ -116,16 +116,18 @@ def settings(column: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
     longest = round_up(max(lengths), 8)
     match column:
         case "padding":
-            return [{"rule": "batch-max", "schedule": "1f1b"}]
+            return [{"split_policy": "batch-max", "schedule": "1f1b"}]
         case "whole rows":
             rows = dict.fromkeys(max(longest, n) for n in (2048, 4096, 8192))
-            return [{"rule": "fixed-rows", "layout": "packed", "schedule": "1f1b", "max_tokens": n} for n in rows]
+            return [
+                {"split_policy": "fixed-rows", "layout": "packed", "schedule": "1f1b", "max_tokens": n} for n in rows
+            ]
         case "dynapipe":
-            return [{"rule": "dynapipe", "schedule": "adaptive"}]
+            return [{"split_policy": "dynapipe", "schedule": "adaptive"}]
         case "DynaPipe's split, cyclic":
-            return [{"rule": "dynapipe", "schedule": "cyclic"}]
+            return [{"split_policy": "dynapipe", "schedule": "cyclic"}]
         case "DynaPipe's split, 1F1B":
-            return [{"rule": "dynapipe", "schedule": "1f1b"}]
+            return [{"split_policy": "dynapipe", "schedule": "1f1b"}]
         case "ours, 1F1B":
             return [{"schedule": "1f1b"}]
         case "ours, ZB-H1" | "ours, ZB-H2" | "ours, ZB-V" | "ours, V-Half":

@@ -50,7 +50,7 @@ truncate = true
 tokens_per_batch = 1024
 num_workers = 0
 [plan]
-rule = "batch-max"
+split_policy = "batch-max"
 max_tokens = 512
 layout = "padded"
 [optimizer]

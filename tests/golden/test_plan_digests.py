@@ -108,7 +108,7 @@ def cases() -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"schedule {schedule}", case(replace(base, schedule=schedule, replica_counts="equal"))
     for rule in ("dynapipe", "batch-max", "packed-balanced"):
         layout: Any = "packed" if rule.startswith("packed") else "padded"
-        yield f"rule {rule}", case(replace(base, rule=rule, layout=layout, max_tokens=4096))
+        yield f"rule {rule}", case(replace(base, split_policy=rule, layout=layout, max_tokens=4096))
     for name in ("linear", "v"):
         topology = _topology(name, tp=2)
         for layout in ("padded", "packed"):

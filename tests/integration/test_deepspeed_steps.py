@@ -198,7 +198,7 @@ def refused(parallel: ParallelContext, rank: int) -> dict[str, str]:
     ds = make_engine(layers, ENGINES["zero2"].config, parallel)
     stage = DeepSpeedStage(ds, token_loss_sum, parallel=parallel)
     unequal = plan_of(SAMPLES[:1], rank, 1)
-    balanced = {"rule": "packed-balanced", "replica_counts": "equal", "layout": "packed"}
+    balanced = {"split_policy": "packed-balanced", "replica_counts": "equal", "layout": "packed"}
     in_flight = plan_of(SAMPLES, rank, 1, schedule="gpipe", **balanced)
     note("unequal", lambda: stage.start_step(unequal))
     of_stages = plan_of(SAMPLES, rank, 2, layout="padded", recompute="stage")

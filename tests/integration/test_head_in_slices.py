@@ -55,7 +55,7 @@ def test_every_family_of_transformers_learns_the_same(family, recompute, split):
 def test_exact_sums_have_the_same_bits_whether_a_plan_slices_the_head_or_not():
     model, found = tiny_model("gemma2").train(), []
     for recompute, place in (("none", Topology()), ("head", Topology(pp=2)), ("head+full", Topology())):
-        plans = plans_of(place, "packed", split=False, rule="packed-balanced", recompute=recompute)
+        plans = plans_of(place, "packed", split=False, split_policy="packed-balanced", recompute=recompute)
         found.append(learned(model, place, plans, accumulator=ExactAccumulator))
     for losses, gradients in found[1:]:
         assert set(losses) == set(found[0][0])

@@ -165,7 +165,7 @@ CALLED = Case(INTERLEAVED, schedule="interleaved-1f1b")
 PLANNED: dict[Topology, list[tuple[dict[str, Any], str]]] = {
     INTERLEAVED: [({"schedule": "interleaved-1f1b"}, "FB"), ({"split_backward": True, "layout": "packed"}, "FIW")],
     V: [({"schedule": "zb-v", "layout": "packed"}, "FIW"), ({"schedule": "v-half"}, "FIW"), ({}, "FB")],
-    Topology(pp=2): [({"schedule": "cyclic", "rule": "dynapipe"}, "FB")],
+    Topology(pp=2): [({"schedule": "cyclic", "split_policy": "dynapipe"}, "FB")],
 }
 
 

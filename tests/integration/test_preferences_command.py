@@ -187,7 +187,7 @@ init_from = "model"
 backend = "transformers"
 max_seq_len = 128
 [plan]
-rule = "packed-balanced"
+split_policy = "packed-balanced"
 max_tokens = 256
 costs = "costs.json"
 [optimizer]

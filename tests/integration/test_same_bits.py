@@ -221,7 +221,7 @@ tokens_per_batch = 1024
 num_workers = 0
 [plan]
 layout = "padded"
-rule = "batch-max"
+split_policy = "batch-max"
 max_tokens = 512
 [job]
 timeout_s = 480

@@ -123,7 +123,7 @@ def test_two_stages_and_two_replicas_out_of_a_folder_train_the_whole_model_and_s
 
 def test_deterministic_steps_have_the_same_bits_on_every_topology(run_ranks, folder):
     """Tied ends, gradients clipped by one norm; the micro-batches are those of one rule for all."""
-    options = {"rule": "packed-balanced", "layout": "packed", "max_tokens": 24, "split_backward": True}
+    options = {"split_policy": "packed-balanced", "layout": "packed", "max_tokens": 24, "split_backward": True}
     settings = OptimizerSettings(lr=0.1, warmup_steps=0, clip_grad=0.4, deterministic=True)
 
     def trained(topology: Topology) -> tuple[list[float], list[Any], dict[str, torch.Tensor]]:
@@ -157,7 +157,7 @@ def test_deterministic_steps_have_the_same_bits_on_every_topology(run_ranks, fol
 
 def test_dropout_is_the_same_on_one_rank_and_on_two(run_ranks, folder):
     """With all samples in one micro-batch whatever the topology; two have layers in halves, which they recompute."""
-    options = {"rule": "batch-max", "pad_multiple": 1}
+    options = {"split_policy": "batch-max", "pad_multiple": 1}
 
     def parts_of(topology: Topology) -> Callable[[int], list[TransformersPart]]:
         return lambda pp_rank: parts_of_config(CONFIGS["gpt2"](), topology, pp_rank, seed=4, dropout=0.2)

@@ -190,7 +190,7 @@ def test_exact_sums_of_the_same_micro_batches_have_the_same_bits_on_every_placem
     """Tied ends lie on one rank, on two, or on one rank in two stages; phi's are not tied."""
     model, found, cuts = tiny_model(family), [], set()
     for split, place in zip((False, True, False, True), TOPOLOGIES.values(), strict=True):
-        plans = plans_of(place, "packed", split=split, rule="packed-balanced")
+        plans = plans_of(place, "packed", split=split, split_policy="packed-balanced")
         cuts.add(frozenset(plans[0].micro_batches))
         found.append(learned(model, place, plans, accumulator=ExactAccumulator))
     assert len(cuts) == 1

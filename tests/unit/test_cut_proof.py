@@ -216,7 +216,7 @@ def test_rows_are_padded_where_packing_is_not_exact_unless_packed_ones_are_asked
     for options, changes, says in (
         ({"layout_is_named": True}, {}, "layout is packed, but .* not exact in .*states go on.*--layout padded"),
         ({"layout_is_named": False, "compare": True}, {}, "--compare packs rows, but .* leave --compare out"),
-        ({"layout_is_named": False}, {"rule": "packed-balanced"}, "rule packed-balanced packs rows"),
+        ({"layout_is_named": False}, {"split_policy": "packed-balanced"}, "packed-balanced packs rows"),
         ({"layout_is_named": False}, {"pieces": "auto"}, "pieces of a sample need dynapipe_documents"),
     ):
         config = TrainConfig()

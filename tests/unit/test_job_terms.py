@@ -35,7 +35,10 @@ def said(mine: dict[str, Any], others: dict[str, Any], *, compare: tuple[bool, b
             {"optimizer": {"lr": 0.5, "clip_grad": 0.0}},
             f"[optimizer] lr is 0.01 for rank 0 (a) and 0.5 for rank 2 (b) (1 more differ): {BY_ONE_COMMAND}",
         ),
-        ({"plan": {"rule": "fixed-rows"}}, '[plan] rule is "dynapipe-ext" for rank 0 (a) and "fixed-rows" for'),
+        (
+            {"plan": {"split_policy": "fixed-rows"}},
+            '[plan] split_policy is "dynapipe-ext" for rank 0 (a) and "fixed-rows" for',
+        ),
         ({"data": {"num_workers": 2}}, "[data] num_workers is 1 for rank 0 (a) and 2 for rank 2 (b)"),
         ({"topology": {"tp": 1, "pp": 4}}, "[topology] tp is 2 for rank 0 (a) and 1 for rank 2 (b) (1 more"),
         ({"data": {"mixture": ("x=1", "y=2")}}, "weights of [data] mixture is [] for rank 0 (a) and ['1', '2'] for"),

@@ -72,7 +72,7 @@ def test_a_step_is_cut_until_it_fits_beside_the_static_bytes_of_all_stages_of_a_
 
 def test_dynapipes_rule_and_order_make_its_plan() -> None:
     """Its split under its cyclic schedule, with the best of its injection orders of clusters."""
-    made = replace(planner("cyclic", limit_bytes=20e6), rule="dynapipe")
+    made = replace(planner("cyclic", limit_bytes=20e6), split_policy="dynapipe")
     plan = made.plan(LENGTHS)
     for schedule, costs in zip(plan.schedules, plan.costs, strict=True):
         assert schedule == clustered_cyclic(costs, memory_limit_bytes=20_000_000)

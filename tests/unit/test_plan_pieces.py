@@ -291,7 +291,7 @@ def test_what_has_no_price_for_pieces_refuses_them_by_name() -> None:
     [
         ({"layout": "padded"}, 'layout "packed"'),
         ({"schedule": "1f1b"}, "adaptive schedule"),
-        ({"rule": "packed-balanced"}, "rule dynapipe-ext"),
+        ({"split_policy": "packed-balanced"}, "split_policy dynapipe-ext"),
         ({"replica_counts": "equal"}, 'replica_counts "free"'),
         ({"pieces": 4}, "8 .pad_multiple. to"),
         ({"pieces": True}, "choose from off, auto, or a number"),

@@ -29,11 +29,11 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rivals import list_rivals
 from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.settings.plan_rules import SplitRule
+from dynapipe_ext.settings.plan_rules import SplitPolicy
 from dynapipe_ext.settings.train_config import TrainConfig
 
 COSTS = TokenCosts(2, ns_per_token_squared=1000, overhead_ns=0)
-RULES: tuple[SplitRule, ...] = get_args(SplitRule)
+RULES: tuple[SplitPolicy, ...] = get_args(SplitPolicy)
 LAYOUTS = ("padded", "packed")
 
 
@@ -50,9 +50,9 @@ def counts(plan: StepPlan) -> list[int]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("lengths", [[100], [100, 7, 9]])
 def test_a_batch_of_fewer_samples_than_replicas_leaves_replicas_empty(
-    rule: SplitRule, layout: str, lengths: list[int]
+    rule: SplitPolicy, layout: str, lengths: list[int]
 ) -> None:
-    plan = planned(lengths, rule=rule, layout=layout, dp=4)
+    plan = planned(lengths, split_policy=rule, layout=layout, dp=4)
     check_cover(plan.batch, sample_lengths(lengths))
     assert counts(plan)[-1] == 0
     assert len(plan.predictions) == 4
@@ -86,21 +86,21 @@ def test_starts_are_tried_in_threads_where_there_are_cores_with_the_same_plan(mo
 
 
 def test_a_batch_of_fewer_fixed_rows_than_replicas_leaves_replicas_empty() -> None:
-    assert counts(planned([10, 10, 10, 10], rule="fixed-rows", layout="packed", max_tokens=1024)) == [1, 0]
+    assert counts(planned([10, 10, 10, 10], split_policy="fixed-rows", layout="packed", max_tokens=1024)) == [1, 0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES)
-def test_equal_counts_refuse_a_batch_of_fewer_samples_than_replicas(rule: SplitRule, layout: str) -> None:
+def test_equal_counts_refuse_a_batch_of_fewer_samples_than_replicas(rule: SplitPolicy, layout: str) -> None:
     with pytest.raises(PlanError, match=r"1 samples cannot feed 2 replicas of equal counts: .*drop_last.* enlarge"):
-        planned([100], rule=rule, layout=layout, replica_counts="equal")
+        planned([100], split_policy=rule, layout=layout, replica_counts="equal")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("lengths", [[500, 400, 300, 200, 100], [100, 100, 100], [10, 10, 10, 10]])
-def test_equal_counts_hold_under_every_rule(rule: SplitRule, layout: str, lengths: list[int]) -> None:
-    plan = planned(lengths, rule=rule, layout=layout, replica_counts="equal", max_tokens=1024)
+def test_equal_counts_hold_under_every_rule(rule: SplitPolicy, layout: str, lengths: list[int]) -> None:
+    plan = planned(lengths, split_policy=rule, layout=layout, replica_counts="equal", max_tokens=1024)
     check_cover(plan.batch, sample_lengths(lengths))
     assert len(set(counts(plan))) == 1
     assert counts(plan)[0] > 0
@@ -172,7 +172,7 @@ BATCH = st.lists(st.tuples(LENGTH, LENGTH), min_size=1, max_size=14)
 def test_a_plan_covers_its_batch_in_equal_counts_where_asked_or_is_refused(
     pairs: list[tuple[int, int]],
     decoder: bool,
-    rule: SplitRule,
+    rule: SplitPolicy,
     layout: Any,
     equal: bool,
     dp: int,
@@ -180,7 +180,7 @@ def test_a_plan_covers_its_batch_in_equal_counts_where_asked_or_is_refused(
     limit: int,
 ) -> None:
     samples = [SampleLength(i, e, d if decoder else 0, target=1) for i, (e, d) in enumerate(pairs)]
-    options: Any = {"rule": rule, "layout": layout, "max_tokens": max_tokens, "effort": 1}
+    options: Any = {"split_policy": rule, "layout": layout, "max_tokens": max_tokens, "effort": 1}
     options |= {"replica_counts": "equal"} if equal else {}
     planner = Planner(Topology(pp=2, dp=dp), COSTS, limit, **options)
     roomy = limit == 10**9 and not max_tokens and not (decoder and rule in ("batch-max", "fixed-rows"))
@@ -314,7 +314,7 @@ def test_split_backwards_are_planned_with_their_own_bound(settings: Any) -> None
         *(("pad_multiple", value, "at least 1 and at most 16,777,216") for value in (0, 8.0, 1 << 41)),
         *(("seed", value, "must be an integer") for value in (0.0, "0", None, True)),
         ("layout", "zzz", "choose from padded, packed"),
-        ("rule", "fixed_rows", "choose from dynapipe-ext, batch-max, fixed-rows"),
+        ("split_policy", "fixed_rows", "choose from dynapipe-ext, batch-max, fixed-rows"),
         ("recompute", None, "choose from auto, none, selective, full, stage"),
         ("schedule", "1F1B", "choose from adaptive, 1f1b"),
         ("loss_norm", ["tokens"], "choose from tokens, samples"),

@@ -122,7 +122,9 @@ def test_padding_to_the_batch_maximum_within_max_tokens_cuts_alike_on_every_topo
         costs = TokenCosts(topology.num_stages, overhead_ns=2000, bytes_per_token=1000)
         for is_bounded in cut:
             bound = 200 if is_bounded else 0
-            planner = Planner(topology, costs, 10**6, rule="batch-max", max_tokens=bound, seed=topology.pp, effort=200)
+            planner = Planner(
+                topology, costs, 10**6, split_policy="batch-max", max_tokens=bound, seed=topology.pp, effort=200
+            )
             parts = planner.plan(lengths, step=topology.dp).batch.micro_batches
             cut[is_bounded].add(frozenset((m.samples, m.layout, m.rows, m.encoder_len) for m in parts))
     assert len(cut[True]) == 1

@@ -181,7 +181,7 @@ def test_records_without_two_answers_to_a_prompt_are_refused_by_name(record, say
         ({"data": {"template": "chat"}}, "template is 'chat' but .* takes 'preference' alone"),
         ({"plan": {"loss_norm": "tokens"}}, "loss_norm is 'tokens' but .* takes 'samples' alone"),
         ({"plan": {"pieces": "auto"}}, "pieces is 'auto', and a pair stays whole"),
-        ({"plan": {"rule": "fixed-rows"}}, "rule 'fixed-rows' knows no pairs"),
+        ({"plan": {"split_policy": "fixed-rows"}}, "split_policy 'fixed-rows' knows no pairs"),
         ({"model": {"num_decoder_layers": 2, "position": "relative"}}, "is an encoder-decoder"),
         ({"preferences": {"loss": "orpo", "label_smoothing": 0.1}}, "label_smoothing is 0.1, which dpo alone has"),
         ({"preferences": {"loss": "dpo", "gamma": 5.0}}, "gamma is 5, which simpo alone has: leave it out"),

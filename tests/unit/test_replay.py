@@ -37,7 +37,7 @@ PLANNER = Planner(
 PLANNERS = {
     "packed": PLANNER,
     "shared cores": replace(PLANNER, num_cores=2),
-    "cut rows": replace(PLANNER, rule="fixed-rows", max_tokens=512, schedule="1f1b"),
+    "cut rows": replace(PLANNER, split_policy="fixed-rows", max_tokens=512, schedule="1f1b"),
     "pieces": replace(PLANNER, pieces=256),
     "forwards": PLANNER.for_forwards(),
     "buffers that had no room": replace(PLANNER, memory_limit_bytes=14e6, format=ActivationFormat(4096)),
