@@ -1,4 +1,4 @@
-"""Attention of packed rows, each document alone: one call by the best installed kernel, else torch's own, one call a
+"""Attention of packed rows within each document: one call of the best installed kernel, or torch's own, one call per
 document.
 
 Shapes: T positions of all documents end to end, (T, heads, D); fewer key and value heads are shared in groups.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -19,66 +19,53 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 SDPA = "sdpa"
+_SHARED_HEADS = "enable_gqa"  # torch 2.11 shares heads without being asked
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VarlenKernel:
-    """An attention function of an installed package: its module, and the names of its arguments beside q, k and v.
+    """An attention function of an installed package: its module, and its own names of the `arguments` that it has.
 
-    "" stands for an argument that the function does not have. All are passed by name, since new versions insert
-    arguments between old ones. `capabilities`: the major compute capabilities of the devices it runs on. `unbounded`:
-    the value for a window side without a bound. `shares_heads`: the argument that lets key and value heads be fewer,
-    which some versions need.
+    All are passed by name, since new versions insert arguments between old ones. `capabilities`: the major compute
+    capabilities of the devices it runs on. `unbounded`: the value for a window side without a bound.
     """
 
     name: str
     module: str
     function: str = "flash_attn_varlen_func"
     capabilities: range
-    borders: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k")
-    longest: tuple[str, str] = ("max_seqlen_q", "max_seqlen_k")
-    scale: str = "softmax_scale"
-    causal: str = "causal"
-    dropout: str = ""
-    softcap: str = "softcap"
-    deterministic: str = "deterministic"
-    shares_heads: str = ""
+    arguments: Mapping[str, str]
     unbounded: int | None = -1
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The names of all arguments that this package passes."""
-        named = (self.scale, "window_size", self.causal, self.dropout, self.softcap, self.deterministic)
-        return (*self.borders, *self.longest, *filter(None, named))
 
 
 # Best first. Signatures read in flash-attn 2.8 (flash_attn_interface.py), 3 (hopper/flash_attn_interface.py), 4.0.0b36
-# (cute/interface.py), torch 2.11 and 2.13 (nn/attention/varlen.py; 2.11 shares heads without being asked).
+# (cute/interface.py), torch 2.11 and 2.13 (nn/attention/varlen.py).
+_FLASH_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "window_size")
+_TORCH_NAMES = ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size")
+_COMMON = ("queries", "keys", "longest_queries", "longest_keys", "scale", "window")
+_FLASH = dict(zip(_COMMON, _FLASH_NAMES, strict=True)) | {name: name for name in ("causal", "softcap", "deterministic")}
+_TORCH = dict(zip(_COMMON, _TORCH_NAMES, strict=True)) | {"shares_heads": _SHARED_HEADS}
 KERNELS = (
-    VarlenKernel(name="flash-attn-3", module="flash_attn_interface", capabilities=range(9, 10)),
-    VarlenKernel(name="flash-attn-4", module="flash_attn.cute", capabilities=range(9, 13), unbounded=None),
-    VarlenKernel(name="flash-attn-2", module="flash_attn", capabilities=range(8, 13), dropout="dropout_p"),
+    VarlenKernel(name="flash-attn-3", module="flash_attn_interface", capabilities=range(9, 10), arguments=_FLASH),
     VarlenKernel(
-        name="torch-varlen",
-        module="torch.nn.attention.varlen",
-        function="varlen_attn",
-        capabilities=range(8, 13),
-        borders=("cu_seq_q", "cu_seq_k"),
-        longest=("max_q", "max_k"),
-        scale="scale",
-        causal="",  # a window without a right side
-        softcap="",
-        deterministic="",
-        shares_heads="enable_gqa",
+        name="flash-attn-4", module="flash_attn.cute", capabilities=range(9, 13), arguments=_FLASH, unbounded=None
     ),
-)
+    VarlenKernel(
+        name="flash-attn-2", module="flash_attn", capabilities=range(8, 13), arguments=_FLASH | {"dropout": "dropout_p"}
+    ),
+    VarlenKernel(
+        name="torch-varlen", module="torch.nn.attention.varlen", function="varlen_attn", capabilities=range(8, 13),
+        arguments=_TORCH,
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentRule:
-    """What a position sees of its document: those before it (`is_causal`), the last `window` of them and, without
-    causality, as many behind. `softcap` above 0 caps scores, `dropout` is of their shares. `is_deterministic`:
-    gradients have the same bits in every run; `has_sinks`: scores of no position, which no kernel here takes."""
+    """The positions of its document that a position attends to: those before it (`is_causal`), the last `window` of
+    them and, without causality, as many after it. `softcap` above 0 caps scores, `dropout` is a share of them.
+    `is_deterministic`: gradients are bitwise identical in every run; `has_sinks`: with scores of no position, which no
+    kernel here supports."""
 
     scale: float | None = None
     is_causal: bool = True
@@ -91,7 +78,7 @@ class DocumentRule:
 
 @dataclass(frozen=True, slots=True)
 class Borders:
-    """Of documents end to end: their lengths, and on the device their sums from 0 on, int32."""
+    """Lengths of documents end to end, and on the device their offsets from 0 on, int32."""
 
     lengths: Sequence[int]
     sums: torch.Tensor
@@ -102,44 +89,41 @@ class Borders:
 
 
 def load_kernel(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, str]:
-    """The kernel's function, or None and the reason: the package is broken, or its version has other arguments. The
-    reason is empty where the package is not installed."""
+    """Return the kernel's function, or None and the reason: the package is broken, or its version lacks arguments. The
+    reason is empty if the package is not installed."""
     try:
         module = importlib.import_module(kernel.module)
         if not hasattr(module, kernel.function) and getattr(module, "__file__", None) is None:
-            return None, ""  # a folder that another package made: flash-attn 4 lies in that of flash-attn 2
+            return None, ""  # a folder that another package made: flash-attn 4 is in that of flash-attn 2
         function = getattr(module, kernel.function)
         parameters = inspect.signature(function).parameters
     except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
-        absent = isinstance(error, ModuleNotFoundError) and (error.name or "") in _prefixes(kernel.module)
-        return None, "" if absent else f"broken: {' '.join(str(error).split())}"
-    if lacking := [name for name in kernel.arguments if name not in parameters]:
+        packages = accumulate(kernel.module.split("."), "{}.{}".format)
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name in packages
+        return None, "" if is_absent else f"broken: {' '.join(str(error).split())}"
+    required = set(kernel.arguments.values()) - {_SHARED_HEADS}
+    if lacking := [name for name in kernel.arguments.values() if name in required - parameters.keys()]:
         return None, f"has no {', '.join(lacking)}"
     return function, ""
 
 
-def _prefixes(module: str) -> list[str]:
-    return list(accumulate(module.split("."), "{}.{}".format))
-
-
 @cache
-def _loaded(kernel: VarlenKernel) -> Callable[..., Any] | None:
+def _loaded(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, Mapping[str, str]]:
+    """Return the kernel's function, and the arguments that its version has."""
     function, _ = load_kernel(kernel)
-    if function is None or not kernel.shares_heads or kernel.shares_heads in inspect.signature(function).parameters:
-        return function
-    return lambda *tensors, **named: function(*tensors, **{k: v for k, v in named.items() if k != kernel.shares_heads})
+    parameters = inspect.signature(function).parameters if function else {}
+    return function, {key: name for key, name in kernel.arguments.items() if name in parameters}
 
 
 def kernel_for(q_THD: torch.Tensor, rule: DocumentRule) -> VarlenKernel | None:
-    """The best installed kernel for these tensors; None where torch is called instead, once a document."""
+    """Return the best installed kernel for these tensors; None if torch is called instead, once per document."""
     if rule.has_sinks or not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
         return None
     major = torch.cuda.get_device_capability(q_THD.device)[0]
+    wanted = {"dropout": rule.dropout, "softcap": rule.softcap, "deterministic": rule.is_deterministic}
+    needed = {key for key, value in wanted.items() if value}
     for kernel in KERNELS:
-        needs = (rule.dropout, rule.softcap, rule.is_deterministic)
-        arguments = (kernel.dropout, kernel.softcap, kernel.deterministic)
-        lacks = any(want and not argument for want, argument in zip(needs, arguments, strict=True))
-        if major in kernel.capabilities and not lacks and _loaded(kernel) is not None:
+        if major in kernel.capabilities and needed <= kernel.arguments.keys() and _loaded(kernel)[0] is not None:
             return kernel
     return None
 
@@ -154,27 +138,30 @@ def attend_by_kernel(
     *,
     keys: Borders | None = None,
 ) -> torch.Tensor:
-    """What one call of the kernel gives, (T, heads, D). `keys` are their borders where a document has more of them than
-    queries, which are then the last."""
-    function = _loaded(kernel)
+    """Return the result of one call of the kernel, (T, heads, D). `keys` are the offsets of keys if a document has more
+    of them than queries, which are then the last."""
+    function, arguments = _loaded(kernel)
     assert function is not None
+    keys = keys or borders
     back = kernel.unbounded if rule.window is None else rule.window - 1
     ahead = back
-    if rule.is_causal:
-        ahead = 0 if rule.window is not None or not kernel.causal else kernel.unbounded
-    both = borders, keys or borders
-    keywords: dict[str, Any] = dict(zip(kernel.borders, (one.sums for one in both), strict=True))
-    keywords |= dict(zip(kernel.longest, (max(one.lengths) for one in both), strict=True))
-    keywords |= {kernel.scale: rule.scale, "window_size": (back, ahead), kernel.causal: rule.is_causal}
-    keywords |= {
-        kernel.dropout: rule.dropout,
-        kernel.softcap: rule.softcap,
-        kernel.deterministic: rule.is_deterministic,
+    if rule.is_causal:  # torch has no such argument, but a window without a right side
+        ahead = 0 if rule.window is not None or "causal" not in arguments else kernel.unbounded
+    values = {
+        "queries": borders.sums,
+        "keys": keys.sums,
+        "longest_queries": max(borders.lengths),
+        "longest_keys": max(keys.lengths),
+        "scale": rule.scale,
+        "window": (back, ahead),
+        "causal": rule.is_causal,
+        "dropout": rule.dropout,
+        "softcap": rule.softcap,
+        "deterministic": rule.is_deterministic,
+        "shares_heads": q_THD.shape[1] != k_THD.shape[1],
     }
-    keywords |= {kernel.shares_heads: q_THD.shape[1] != k_THD.shape[1]}
-    keywords.pop("", None)
-    out = function(q_THD, k_THD, v_THD, **keywords)
-    out_THD: torch.Tensor = out[0] if isinstance(out, tuple) else out  # some give the sums of the softmax as well
+    out = function(q_THD, k_THD, v_THD, **{name: values[key] for key, name in arguments.items()})
+    out_THD: torch.Tensor = out[0] if isinstance(out, tuple) else out  # some also return the sums of the softmax
     return out_THD
 
 
@@ -188,8 +175,8 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """torch's softmax(QK^T scale + mask)V; keys and values of fewer heads are shared, or copied where no fused kernel
-    shares them (on CUDA, in 32 bits or under a mask). Causal queries are the last of the keys, where these are more."""
+    """Compute torch's softmax(QK^T scale + mask)V; keys and values of fewer heads are shared, or copied if no fused
+    kernel shares them (on CUDA, in 32 bits or under a mask). Causal queries are the last of more keys."""
     if is_causal and q_BHSD.shape[2] < k_BHTD.shape[2]:
         mask, is_causal = causal_lower_right(q_BHSD.shape[2], k_BHTD.shape[2]), False
     groups = q_BHSD.shape[1] // k_BHTD.shape[1]
@@ -217,8 +204,8 @@ def attend_documents(
     *,
     keys: Borders | None = None,
 ) -> torch.Tensor:
-    """Of every document alone, (T, heads, D), by the best kernel that is here. A soft cap takes one that has it. `keys`
-    as in `attend_by_kernel`; beside a window where attention is causal."""
+    """Attend within every document, (T, heads, D), by the best installed kernel; a soft cap needs one that has it.
+    `keys` as in `attend_by_kernel`; with a window only if attention is causal."""
     kernel = kernel_for(q_THD, rule)
     if kernel is not None:
         return attend_by_kernel(kernel, q_THD, k_THD, v_THD, borders, rule, keys=keys)
@@ -238,8 +225,8 @@ def attend_documents(
 def _window_mask(
     num_queries: int, num_keys: int, window: int | None, is_causal: bool, device: torch.device
 ) -> torch.Tensor | None:
-    """(S, T), true where a position may look, for a document longer than its window; None where no mask is needed.
-    Queries are the last of the keys."""
+    """Return the (S, T) mask of a document that is longer than its window, else None. Queries are the last of the
+    keys."""
     if window is None or window >= num_keys:
         return None
     before = num_keys - num_queries
@@ -248,15 +235,16 @@ def _window_mask(
 
 
 def attention_kernels() -> tuple[str, ...]:
-    """What packed rows run on here, best first, in 16 bits; the last is torch's, one call a document."""
+    """List the kernels that packed rows run on here in 16 bits, best first; the last is torch's, one call per
+    document."""
     if not torch.cuda.is_available():
         return (SDPA,)
     major = torch.cuda.get_device_capability()[0]
-    return (*(k.name for k in KERNELS if major in k.capabilities and _loaded(k) is not None), SDPA)
+    return (*(k.name for k in KERNELS if major in k.capabilities and _loaded(k)[0] is not None), SDPA)
 
 
 def lacks_newer_kernels() -> bool:
-    """Whether this device is of a generation (Hopper, Blackwell) that flash-attn 3 or 4 was made for, and neither is
-    here."""
+    """Return whether this device is of a generation (Hopper, Blackwell) that flash-attn 3 or 4 was made for, and
+    neither is installed."""
     is_older = attention_kernels()[0] in ("flash-attn-2", "torch-varlen")
     return is_older and torch.cuda.get_device_capability()[0] >= 9

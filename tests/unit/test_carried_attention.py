@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_pieces
-from dynapipe_ext.batch.packed_attention import VarlenKernel
+from dynapipe_ext.batch.packed_attention import KERNELS
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.stages import megatron_cpu
@@ -152,7 +152,7 @@ seen: list[tuple[Any, ...]] = []
 
 def test_flash_attention_is_asked_for_longer_keys_than_queries_and_is_given_views(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
-    kernel = VarlenKernel(name="stated", module="flash_attn", capabilities=range(1), dropout="dropout_p")
+    kernel = KERNELS[2]
     seen.clear()
     lengths, shorts, generator = [5, 3, 4], [2, 0, 3], torch.Generator().manual_seed(0)
     plan = plan_of(lengths, shorts)
