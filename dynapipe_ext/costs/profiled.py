@@ -1,4 +1,4 @@
-"""A cost table from few measurements: which shapes to measure, what is known between them, and how well."""
+"""Cost tables from few measurements: the shapes to measure, the costs between them, and their errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _LAYER_KINDS: Mapping[ModelPart, LayerKind] = {"layer": "encoder", "encoder": "e
 _MOST_BYTES, _MOST_SECONDS = 1e18, 1e6
 _SLICED: tuple[ModelPart, Recompute] = ("head", "head")  # the head in slices
 _EXACT = 1e-3  # relative noise of counted bytes
-_SHORTEST_TARGET = 4  # many are a word: packed rows are priced by rows that are no shorter than the shortest
+_SHORTEST_TARGET = 4  # many are one word: packed rows are priced by rows that are no shorter than the shortest
 _FEW_PIECES, _MANY_PIECES = 4, 16  # of a sample that is measured in pieces: long ones, and short ones at most
 _EDGE = 1.6  # a little above two steps of the grid, rounding included
 _CELL = 1.5  # positions of the far corner of a cell of the written table over those of its near one, rounding included
@@ -57,7 +57,7 @@ _PER_DOUBLING = 4  # points of the written table: a multilinear cell then misses
 
 
 class MeasureShape(Protocol):
-    """One layer or the head, for one micro-batch; None where it does not fit. With `bytes_only` times are 0.
+    """Measures one layer or the head, for one micro-batch; None if it does not fit. With `bytes_only` times are 0.
 
     Of a pair's two lengths a part reads what `seen_by` says.
     """
@@ -67,9 +67,9 @@ class MeasureShape(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRange:
-    """Which shapes the table will price: lengths from `min_len` to `max_len`, rows x length up to `max_tokens`. Lengths
-    are multiples of `multiple`, the ranks that share a sequence. Some more tokens are measured, for the far corners of
-    the grid's last cells.
+    """The shapes that the table will price: lengths from `min_len` to `max_len`, rows x length up to `max_tokens`.
+    Lengths are multiples of `multiple`, the ranks that share a sequence. Some more tokens are measured, for the far
+    corners of the grid's last cells.
 
     For an encoder-decoder, `max_len` bounds the encoder side and `max_decoder_len` the decoder side (0: there is none),
     whose rows may be shorter; tokens are those of both sides.
@@ -97,16 +97,16 @@ class ProfileRange:
 
     @property
     def parts(self) -> tuple[ModelPart, ...]:
-        """What is measured of the model; the last but the head sees all of a shape."""
+        """The measured parts of the model; the last one before the head sees all of a shape."""
         return ("encoder", "decoder", "head") if self.max_decoder_len else ("layer", "head")
 
     def kept_most(self, part: ModelPart) -> Recompute:
-        """The kind of recomputation, of those that are measured, with which a part keeps most."""
+        """Return the measured recomputation mode with which a part keeps most."""
         return "none" if part == "head" else self.recomputes[0]
 
     @property
     def sides(self) -> tuple[tuple[int, int], ...]:
-        """Positions of the shortest and the longest row, of every side."""
+        """Positions of the shortest and the longest row of each side."""
         whole = self.min_len, self.max_len
         if not self.max_decoder_len:
             return (whole,)
@@ -114,8 +114,8 @@ class ProfileRange:
 
     @property
     def most_tokens(self) -> int:
-        """What is measured."""
-        return max(self.max_tokens, int(_EDGE * self.max_tokens))
+        """The most tokens that are measured."""
+        return int(_EDGE * self.max_tokens)
 
     def holds(self, shape: MeasuredShape) -> bool:
         rows, *lengths = shape
@@ -123,12 +123,13 @@ class ProfileRange:
         return inside and rows * sum(lengths) <= self.most_tokens
 
     def first(self) -> list[MeasuredShape]:
-        """The corners, the middle of the longest side, and the middle."""
+        """Return the corners, the middle of the longest side, and the middle, by size: small ones time large ones."""
         most = self.most_tokens
         middle = tuple(round_up(round((least * most) ** 0.5), self.multiple) for least, most in self.sides)
         ends = list(itertools.product(*self.sides))
         few, many = [(1, *lengths) for lengths in ends], [(most // sum(n), *n) for n in (*ends, middle)]
-        return list(dict.fromkeys([*few, *many, (max(1, round((most / sum(middle)) ** 0.5)), *middle)]))
+        inner = (max(1, round((most / sum(middle)) ** 0.5)), *middle)
+        return sorted({*few, *many, inner}, key=lambda shape: (_tokens(shape), shape))
 
     @property
     def longest_row(self) -> MeasuredShape:
@@ -138,51 +139,48 @@ class ProfileRange:
         return self.grid(1, 2)
 
     def grid(self, rows_per_doubling: int, lengths_per_doubling: int) -> list[MeasuredShape]:
-        """All shapes of so many rows and lengths a doubling."""
+        """Return all shapes with this many rows and lengths per doubling."""
         rows = _spread(1, self.most_tokens // sum(least for least, _ in self.sides), rows_per_doubling, 1)
         sides = [_spread(*side, lengths_per_doubling, self.multiple) for side in self.sides]
         return [shape for shape in itertools.product(rows, *sides) if self.holds(shape)]
 
     @property
     def piece_sizes(self) -> list[int]:
-        """Positions of the pieces that are measured, and of one between that tells their error; of the longest the
-        sample has four."""
+        """Positions of the measured pieces, and of one between for their error; a sample has four of the longest."""
         longest = min(self.max_len, max(self.min_len, self.max_tokens // _FEW_PIECES))
         multiple = self.multiple
         return sorted({max(multiple, longest // part // multiple * multiple) for part in (8, 3, 1)})
 
     @property
     def cut_samples(self) -> list[tuple[Recompute, int]]:
-        """Recomputation and positions of a piece of the samples whose prices are fitted to."""
+        """Recomputation modes and piece positions of the samples that prices are fitted to."""
         return list(itertools.product(self.recomputes, sorted({self.piece_sizes[0], self.piece_sizes[-1]})))
 
     def sample_in_pieces(self, size: int, recompute: Recompute) -> list[MicroBatch]:
-        """Of about `max_tokens` positions."""
+        """Return the pieces of a sample with about `max_tokens` positions."""
         count = max(2, min(_MANY_PIECES, self.max_tokens // size))
         samples = (SampleLength(0, size, start=number * size) for number in range(count))
         return [MicroBatch((sample,), "packed", recompute, "carried") for sample in samples]
 
     def packed_rows(self, recompute: Recompute) -> list[MicroBatch]:
-        """Rows of one document, short to long, of many short ones, and of several; of pairs also of unlike sides."""
+        """Return shapes within `max_tokens` whose price depends on chunked heads of several slices only."""
         short, long = ([side[end] for side in self.sides] for end in (0, 1))
         middle = [max(least, most // 4 // self.multiple * self.multiple) for least, most in self.sides]
         many = max(2, min(_MANY_PIECES, sum(middle) // sum(short)))
         rows = [[short], [middle], [long], [short] * many, [middle, middle, short, short]]
-        rows += (
-            [[[*pair]] for pair in itertools.product(*zip(short, middle, strict=True))] if self.max_decoder_len else []
-        )
+        if self.max_decoder_len:
+            rows += [[[*pair]] for pair in itertools.product(*zip(short, middle, strict=True))]
         rows = [row for row in rows if sum(map(sum, row)) <= self.most_tokens]
         samples = [tuple(SampleLength(i, *sizes) for i, sizes in enumerate(row)) for row in rows]
         return [MicroBatch(row, "packed", recompute, pad_multiple=self.multiple) for row in samples]
 
     def in_slices(self, count: int) -> list[MeasuredShape]:
-        """Shapes within `max_tokens` with so many more positions than a slice of the head that their price rests on
-        several slices alone."""
+        """Return shapes within `max_tokens` with so many positions that only several head slices make their price."""
         shapes = [s for s in self.grid(3, 3) if _tokens(s) <= self.max_tokens and s[0] * s[-1] >= _CELL * HEAD_SLICE]
         return _spread_over(shapes, count)
 
     def held_out(self, count: int, seed: int) -> list[MeasuredShape]:
-        """Shapes within `max_tokens` that nobody chose, spread evenly over doublings."""
+        """Return random shapes within `max_tokens`, spread evenly over doublings."""
         random = np.random.default_rng(seed)
         shapes: list[MeasuredShape] = []
         while len(shapes) < count:
@@ -196,9 +194,9 @@ class ProfileRange:
 
 @dataclass(slots=True)
 class Profile:
-    """What was measured: by part and recomputation, by what the part sees of a shape; None where that did not fit.
-    `packed`: bytes of layers on packed rows, by recomputation. `pieces`: of long samples, by recomputation; under every
-    kind or none. `blocks`: of joined ranks, by width.
+    """Measurements: by part and recomputation mode, by what the part sees of a shape; None if that did not fit.
+    `packed`: bytes of layers on packed rows, by mode and layer. `pieces`: long samples in pieces, by mode; under every
+    mode or none. `blocks`: context-parallel groups, by degree.
     """
 
     points: dict[tuple[ModelPart, Recompute], dict[MeasuredShape, Measured | None]] = field(default_factory=dict)
@@ -207,53 +205,43 @@ class Profile:
     blocks: dict[int, BlockTimes] = field(default_factory=dict)
 
     def kinds(self, within: ProfileRange) -> list[tuple[ModelPart, Recompute]]:
-        """The head is computed once, or in slices."""
+        """List the parts with their recomputation modes; the head is computed at once, or in slices."""
         layers = within.parts[:-1]
         return [(part, r) for part in layers for r in within.recomputes] + [("head", "none"), _SLICED]
 
     @property
     def slices_head(self) -> bool:
-        """Whether enough shapes fit that have more positions than a slice of the head."""
+        """Whether enough shapes with more positions than a slice of the head fit."""
         return len(self.measured(*_SLICED)) >= _FEWEST
 
     def measured(self, part: ModelPart, recompute: Recompute) -> dict[MeasuredShape, Measured]:
         return {s: m for s, m in self.points.get((part, recompute), {}).items() if m is not None}
 
     def shapes(self) -> list[MeasuredShape]:
-        """The whole ones, of which every part has seen its own."""
+        """Return the full shapes that were visited."""
         seen = set().union(*(points for kind, points in self.points.items() if kind != _SLICED))
-        whole = max(map(len, seen), default=0)
-        return sorted(shape for shape in seen if len(shape) == whole)
+        num_sizes = max(map(len, seen), default=0)
+        return sorted(shape for shape in seen if len(shape) == num_sizes)
 
     def expected_s(self, shape: MeasuredShape, spent: MeasuringTime, within: ProfileRange) -> float:
-        """Of a visit."""
+        """Return the expected seconds of a visit."""
         return sum(spent.expected_s(part, [_micro_batch(shape, kind)]) for part, kind in self.kinds(within))
 
     def visit(self, shape: MeasuredShape, measure: MeasureShape, within: ProfileRange) -> None:
-        """Measure a shape in every way that is still missing. Larger ones than what did not fit do not fit."""
+        """Measure a shape in every way that is missing. If a shape did not fit, no larger one does."""
         for kind in self.kinds(within):
             points, own = self.points.setdefault(kind, {}), seen_by(kind[0], shape)
             if own not in points and (kind != _SLICED or _tokens(own) > HEAD_SLICE):
                 too_large = any(m is None and _is_within(s, own) for s, m in points.items())
                 points[own] = None if too_large else measure(kind[0], _micro_batch(shape, kind[1]))
 
-    def slice_head(self, measure: MeasureShape, within: ProfileRange, in_time: Callable[[MeasuredShape], bool]) -> None:
-        """Measure the head in slices, where there may be several, at as many shapes as a surface needs and time is."""
-        points = self.points.setdefault(_SLICED, {})
-        every = within.grid(_PER_DOUBLING, _PER_DOUBLING)
-        shapes = [seen_by("head", shape) for shape in every if shape[0] * shape[-1] > HEAD_SLICE]
-        for own in _spread_over(sorted({*shapes}, key=_tokens), 0 if self.slices_head else _FEWEST):
-            whole = (own[0], *own[-1:] * len(within.sides))
-            if own not in points and in_time(whole):
-                points[own] = measure("head", _micro_batch(whole, "head"))
-
     def fitting(self, within: ProfileRange) -> list[MeasuredShape]:
-        """Shapes that fit with the kind of recomputation that keeps most, and in the head."""
+        """Return the shapes that fit with the recomputation mode that keeps most, and in the head."""
         measured = {part: self.measured(part, within.kept_most(part)) for part in within.parts}
         return [s for s in self.shapes() if all(seen_by(part, s) in own for part, own in measured.items())]
 
     def pack(self, measure: MeasureShape, within: ProfileRange) -> None:
-        """Measure what layers keep of packed rows. Nothing where hardly any fit."""
+        """Measure what layers keep of packed rows. Keep nothing if hardly any fit."""
         for part, recompute in itertools.product(within.parts[:-1], within.recomputes):
             rows = within.packed_rows(recompute)
             measured = [(m, measure(part, m, bytes_only=True)) for m in rows]
@@ -270,7 +258,7 @@ class Profile:
         done: Callable[[], object],
         in_time: Callable[[Sequence[MicroBatch]], bool] = lambda _pieces: True,
     ) -> None:
-        """Measure samples in pieces, fewer pieces where not all fit or there is no time. Nothing where two do not."""
+        """Measure samples in pieces, fewer pieces if not all fit or there is no time. Keep nothing if two do not."""
         samples: dict[Recompute, list[SampleInPieces]] = {}
         for kind, size in within.cut_samples:
             pieces = within.sample_in_pieces(size, kind)
@@ -279,18 +267,18 @@ class Profile:
             if not in_time(pieces):
                 break
             document = measure(within.parts[0], MicroBatch((SampleLength(0, size),), "packed", kind))
-            two = measure_pieces(pieces[:2], bytes_only=True)
-            while document and two and len(pieces) >= 2:
-                if whole := measure_pieces(pieces):
-                    one = SampleInPieces(size=size, document=document, pieces=whole, two=two)
-                    samples.setdefault(kind, []).append(one)
-                    break
+            two, measured = measure_pieces(pieces[:2], bytes_only=True), None
+            while document and two and not measured and len(pieces) >= 2:
+                measured = measure_pieces(pieces)
                 pieces = pieces[: len(pieces) // 2]
+            if document and two and measured:
+                one = SampleInPieces(size=size, document=document, pieces=measured, two=two)
+                samples.setdefault(kind, []).append(one)
             done()
         self.pieces = samples if set(samples) == set(within.recomputes) else {}
 
     def errors(self, within: ProfileRange) -> dict[MeasuredShape, float]:
-        """Of each shape, the worst error of a time of a layer or the head when what that sees of it is left out."""
+        """Return each shape's worst error of a time of a part, when what it sees of the shape is left out."""
         worst: dict[MeasuredShape, float] = {}
         visited = self.points[within.parts[-2], within.recomputes[0]]
         for part in within.parts:
@@ -303,7 +291,7 @@ class Profile:
         return worst
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The points. Packing is measured at the end, and again where that was not reached."""
+        """Return the points. Packing is measured at the end, and again if that was not reached."""
         return [
             {"part": part, "recompute": recompute, **dict(zip(_SIZES, s, strict=False)), **(asdict(m) if m else {})}
             for (part, recompute), points in self.points.items()
@@ -311,7 +299,7 @@ class Profile:
         ]
 
     def blocks_to_json(self) -> dict[str, Any]:
-        """What blocks of joined ranks have taken, by width."""
+        """Return the seconds of context-parallel groups, by degree."""
         return {str(width): times.to_json() for width, times in sorted(self.blocks.items())}
 
     @classmethod
@@ -321,7 +309,7 @@ class Profile:
         where: str = "measurements",
         blocks: Mapping[str, Any] = MappingProxyType({}),
     ) -> Profile:
-        """Errors: DataError naming the entry at fault."""
+        """Read a profile. Raises DataError naming the entry at fault."""
         profile = cls()
         for i, one in enumerate(raw):
             try:
@@ -362,21 +350,24 @@ def choose_and_measure(
     go_on: Callable[[Profile], bool],
     in_time: Callable[[MeasuredShape], bool] = lambda _shape: True,
 ) -> None:
-    """Measure the first shapes, then one by one the shape whose costs are most uncertain. It ends when the mean error
-    of shapes that are left out is at most `error_target`, after `most_shapes`, or when `go_on(profile)` is False. What
-    is not `in_time` is left out.
+    """Measure the first shapes, then one by one the shape whose costs are most uncertain. End when the mean error
+    of shapes that are left out is at most `error_target`, after `most_shapes`, or when `go_on(profile)` is False. Leave
+    out what is not `in_time`.
 
-    Errors: DataError where hardly anything fits on the device, or there is no time for the longest row.
+    Raises DataError if hardly anything fits on the device, or there is no time for the longest row.
     """
-    waiting = within.first() + sorted(within.candidates(), key=_tokens)
-    for place, shape in enumerate(waiting):
+    first = within.first()
+    for index, shape in enumerate(first + sorted(within.candidates(), key=_tokens)):
         enough = len(profile.fitting(within)) >= _FEWEST
-        if enough and place >= len(within.first()):
+        if enough and index >= len(first):
             break
         is_known = shape in profile.shapes()
-        if shape == within.longest_row and not is_known:
-            _approach(profile, measure, within, in_time)
-        elif not is_known and not in_time(shape):
+        if not is_known and not in_time(shape):
+            if shape == within.longest_row:
+                raise DataError(
+                    f"there is no time to measure a row of {' + '.join(map(str, shape[1:]))} positions, which a table"
+                    " needs: raise --max-seconds (what was measured is kept), or lower --max-len"
+                )
             continue
         profile.visit(shape, measure, within)
         if not is_known and not go_on(profile) and enough:
@@ -394,31 +385,13 @@ def choose_and_measure(
         if not go_on(profile) or done or len(profile.shapes()) >= most_shapes:
             break
         unknown = [s for s in within.candidates() if s not in profile.shapes()]
-        chosen = next_shape(list(errors), errors, unknown)
+        chosen = next_shape(errors, unknown)
         if chosen is not None and not in_time(chosen):
-            chosen = next_shape(list(errors), errors, [s for s in unknown if in_time(s)])
+            chosen = next_shape(errors, [s for s in unknown if in_time(s)])
         if chosen is None:
             break
         profile.visit(chosen, measure, within)
     profile.pack(measure, within)
-    profile.slice_head(measure, within, in_time)
-
-
-def _approach(
-    profile: Profile, measure: MeasureShape, within: ProfileRange, in_time: Callable[[MeasuredShape], bool]
-) -> None:
-    """Measure shorter rows until they tell that there is time for the longest. Errors: DataError where there is not."""
-    for part in (64, 16, 4):
-        if in_time(within.longest_row):
-            return
-        lengths = (max(least, round_up(most // part, within.multiple)) for least, most in within.sides)
-        if in_time(shorter := (1, *lengths)):
-            profile.visit(shorter, measure, within)
-    if not in_time(within.longest_row):
-        raise DataError(
-            f"there is no time to measure a row of {' + '.join(map(str, within.longest_row[1:]))} positions, which a"
-            " table needs: raise --max-seconds (what was measured is kept), or lower --max-len"
-        )
 
 
 def cost_table(
@@ -431,8 +404,8 @@ def cost_table(
     distributed_optimizer: bool = False,
     provenance: Mapping[str, Any] | None = None,
 ) -> CostTable:
-    """The measurements on a dense grid, for a pipeline of one stage until it is laid out over a topology; `tp` is the
-    tensor-parallel degree that was measured; the vocabulary counts as it is (see `Architecture.padded`).
+    """Return the measurements on a dense grid, for a pipeline of one stage until it is placed over a topology; `tp` is
+    the measured tensor-parallel degree; the vocabulary counts as it is (see `Architecture.padded`).
     """
     a = architecture
     grids: dict[tuple[Recompute, LayerKind], Grid] = {}
@@ -469,33 +442,29 @@ def cost_table(
 
 
 def parameter_counts(a: Architecture, tp: int) -> dict[str, int]:
-    """Parameters on one tensor-parallel rank, under the names that `parameters_by_stage` knows."""
+    """Count parameters on one tensor-parallel rank, under the names that `parameters_by_stage` knows."""
+    is_pair = int(a.num_decoder_layers > 0)
 
-    def of_one_stage(more: int = 0, more_decoder: int = 0) -> int:
-        of_decoder = 1 + more_decoder if a.num_decoder_layers else 0
-        counted = replace(a, num_layers=1 + more, num_decoder_layers=of_decoder)
-        return int(count_parameters(counted, Topology(tp=tp)).total[0])
+    def count(num_layers: int, num_decoder_layers: int) -> int:
+        model = replace(a, num_layers=num_layers, num_decoder_layers=num_decoder_layers)
+        return int(count_parameters(model, Topology(tp=tp)).total[0])
 
-    least = of_one_stage()
-    layers = {"encoder": of_one_stage(more=1) - least}
-    if a.num_decoder_layers:
-        layers["decoder"] = of_one_stage(more_decoder=1) - least
+    least = count(1, is_pair)
+    layers = {"encoder": count(2, is_pair) - least} | ({"decoder": count(1, 2) - least} if is_pair else {})
     head = a.hidden_size * a.vocab_size // tp
     embedding = head + (a.hidden_size * a.max_seq_len if a.position == "learned" else 0)
     norms = least - sum(layers.values()) - embedding - (0 if a.tied_embeddings else head)
-    more: dict[str, int] = {}
-    if a.num_decoder_layers:  # each side has a norm and position biases
-        more = {"encoder_norm": a.hidden_size, "position_biases": norms // 2 - a.hidden_size}
+    of_encoder: dict[str, int] = {}
+    if is_pair:  # each side has a norm and position biases
+        of_encoder = {"encoder_norm": a.hidden_size, "position_biases": norms // 2 - a.hidden_size}
         norms = a.hidden_size
-    ends = {"embedding": embedding, "head": norms, "tied_head": head}
-    if not a.tied_embeddings:
-        ends |= {"head": norms + head, "tied_head": 0}
-    return layers | ends | more
+    own, tied = (0, head) if a.tied_embeddings else (head, 0)
+    return layers | {"embedding": embedding, "head": norms + own, "tied_head": tied} | of_encoder
 
 
 def once_bytes(a: Architecture, value_bytes: int, *, shards: int) -> dict[LayerKind, float]:
-    """Bytes of each encoder position on one of the `shards` ranks that share a sequence: what the encoder's final
-    RMSNorm keeps (its input and the normalised values, those of 16-bit inputs in fp32), and its output, which all
+    """Return the bytes of each encoder position on one of the `shards` ranks that share a sequence: what the encoder's
+    final RMSNorm keeps (its input and the normalised values, those of 16-bit inputs in fp32), and its output, which all
     decoder layers of a stage read. Nothing for a decoder-only model, whose final norm is measured with its head.
     """
     if not a.num_decoder_layers:
@@ -525,10 +494,10 @@ def _columns(profile: Profile, kind: tuple[ModelPart, Recompute], within: Profil
 
 
 def _sliced_grid(whole: _Columns, sliced: _Columns) -> Grid:
-    """Of a head in slices: as measured where there is more than one slice, and else as the whole one, as it then runs.
+    """Make the grid of a chunked head: as measured for more than one slice, else as the unsplit one, as it then runs.
 
     Between the longest shape of one slice and the next one it is a mixture of both, whose bytes are too many. So it is
-    one grid, on whose points bounds may lean.
+    one grid, on whose points bounds may be based.
     """
     return Grid.from_points(
         {
@@ -545,23 +514,23 @@ def _micro_batch(shape: MeasuredShape, recompute: Recompute, layout: Layout = "p
 
 
 def _spread_over(shapes: Sequence[MeasuredShape], count: int) -> list[MeasuredShape]:
-    """So many of them, or all, the first and the last among them."""
+    """Return `count` of them, or all, including the first and the last."""
     places = np.linspace(0, len(shapes) - 1, min(count, len(shapes))).round().astype(int)
     return [shapes[place] for place in places]
 
 
 def _tokens(shape: MeasuredShape) -> int:
-    """Of all sides."""
+    """Return the positions of all sides."""
     return shape[0] * sum(shape[1:])
 
 
 def _is_within(shape: MeasuredShape, other: MeasuredShape) -> bool:
-    """Whether no size is larger than the other shape's."""
+    """Return whether no size is larger than the other shape's."""
     return all(a <= b for a, b in zip(shape, other, strict=True))
 
 
 def _spread(least: int, most: int, per_doubling: int, multiple: int) -> list[int]:
-    """Multiples from `least` to `most` at even ratios."""
-    num_steps = (-(-(most**per_doubling) // least**per_doubling) - 1).bit_length()  # so many, rounded up, in integers
+    """Return multiples from `least` to `most` at even ratios."""
+    num_steps = (-(-(most**per_doubling) // least**per_doubling) - 1).bit_length()  # rounded up, in integers
     places = least * exp(np.linspace(0.0, log(most / least), num_steps + 1))
     return sorted({round_up(round(float(n)), multiple) for n in places})

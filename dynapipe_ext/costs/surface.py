@@ -1,11 +1,11 @@
-"""What was measured at a few shapes, as a smooth function of all shapes between them."""
+"""Measurements at a few shapes, as a smooth function of all shapes between them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, assert_never, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -22,9 +22,9 @@ _NOISE = 0.02  # relative, of one measured time
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one layer or of the head, for one micro-batch. `backward_s` is B, `input_s` and `weight_s` I and W of a split
-    one. `stored_bytes`: from F to B; `peak_bytes`: the most that one layer alone needs at any time. The encoder's
-    output, which a stage holds once for all its decoder layers, is in neither.
+    """Costs of one layer or the head, for one micro-batch. `backward_s` is B, `input_s` and `weight_s` are I and W of a
+    split one. `stored_bytes`: from F to B; `peak_bytes`: the most that one layer by itself needs at any time. Neither
+    has the encoder's output, which a stage holds once for all its decoder layers.
     """
 
     forward_s: float
@@ -39,20 +39,14 @@ QUANTITIES = tuple(f.name for f in fields(Measured))
 
 
 def seen_by(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
-    """What of a shape its costs depend on.
+    """Return what the costs of a part depend on in a shape.
 
     >>> [seen_by(part, (4, 96, 16)) for part in ("encoder", "decoder", "head")]
     [(4, 96), (4, 96, 16), (4, 16)]
     """
-    match part:
-        case "layer" | "decoder":
-            return shape
-        case "encoder":
-            return shape[:2]
-        case "head":
-            return shape[0], shape[-1]
-        case _:
-            assert_never(part)
+    if part == "head":
+        return shape[0], shape[-1]
+    return shape[:2] if part == "encoder" else shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +67,8 @@ class Surface:
     def fit(
         cls, measured: Mapping[MeasuredShape, float], part: ModelPart = "layer", *, noise: float = _NOISE
     ) -> Surface:
-        """Zeros everywhere (a W that has nothing to do) stay zero. Errors: DataError for fewer than two shapes, and for
-        values that are neither all zero nor all above it.
+        """Fit a surface. Zeros everywhere (a W that has nothing to do) stay zero. Raises DataError for fewer than two
+        shapes, and for values that are neither all zero nor all above it.
         """
         if len(measured) < 2:
             raise DataError(f"{len(measured)} shapes were measured but a cost surface needs at least 2: measure more")
@@ -93,28 +87,23 @@ class Surface:
         return cls(part, coefficients, points, weights)
 
     def __call__(self, shapes: FloatArray) -> FloatArray:
-        """Values (M,) at shapes (M, 2 or 3)."""
+        """Return values (M,) at shapes (M, 2 or 3)."""
         shapes = np.asarray(shapes, np.float64).reshape(-1, self.points.shape[1])
         correction = exp(product(_likeness(_doublings(shapes), self.points), self.weights))
         return product(_terms(self.part, shapes), self.coefficients) * correction
 
 
 def _terms(part: ModelPart, shapes: FloatArray) -> FloatArray:
-    """(M, K): what costs grow with, 1 and rows first, then tokens and scores. Relative position biases, of an
-    encoder-decoder's layers, are laid out once for all rows: scores of one row. A decoder reads the encoder's tokens.
+    """Return what costs grow with, (M, K): 1 and rows first, then tokens and scores. Relative position biases of an
+    encoder-decoder's layers are laid out once for all rows: scores of one row. A decoder reads the encoder's tokens.
     """
     rows, *lengths = shapes.T
     own = lengths[-1]
     terms = [np.ones_like(rows), rows, rows * own, rows * own**2]
-    match part:
-        case "layer" | "head":
-            pass
-        case "encoder":
-            terms += [own**2]
-        case "decoder":
-            terms += [own**2, rows * lengths[0], rows * lengths[0] * own]
-        case _:
-            assert_never(part)
+    if part in ("encoder", "decoder"):
+        terms.append(own**2)
+    if part == "decoder":
+        terms += [rows * lengths[0], rows * lengths[0] * own]
     return np.stack(terms, axis=1)
 
 
@@ -128,7 +117,7 @@ def _likeness(left: FloatArray, right: FloatArray) -> FloatArray:
 
 
 def left_out_errors(measured: Mapping[MeasuredShape, float], part: ModelPart = "layer") -> dict[MeasuredShape, float]:
-    """|predicted - measured| / measured of every shape, by a surface that has not seen it."""
+    """Return |predicted - measured| / measured of every shape, by a surface that has not seen it."""
     errors = {}
     for shape, value in measured.items():
         others = {other: v for other, v in measured.items() if other != shape}
@@ -137,17 +126,15 @@ def left_out_errors(measured: Mapping[MeasuredShape, float], part: ModelPart = "
     return errors
 
 
-def next_shape(
-    measured: Sequence[MeasuredShape], errors: Mapping[MeasuredShape, float], candidates: Sequence[MeasuredShape]
-) -> MeasuredShape | None:
-    """The candidate about which least is known: far from what was measured, near what was predicted badly."""
-    open_shapes = [shape for shape in candidates if shape not in set(measured)]
+def next_shape(errors: Mapping[MeasuredShape, float], candidates: Sequence[MeasuredShape]) -> MeasuredShape | None:
+    """Return the most uncertain candidate: far from the measured shapes, near those with large `errors`."""
+    open_shapes = [shape for shape in candidates if shape not in errors]
     if not open_shapes:
         return None
-    points, places = (_doublings(np.array(s, np.float64)) for s in (measured, open_shapes))
+    points, places = (_doublings(np.array(s, np.float64)) for s in ([*errors], open_shapes))
     kernel = _likeness(points, points) + 1e-3 * np.eye(len(points))
     across = _likeness(places, points)
     unknown = 1.0 - (across.T * solve(kernel, across.T)).sum(axis=0)
-    error = np.array([errors.get(shape, 0.0) for shape in measured]) + 1e-3
+    error = np.array([*errors.values()]) + 1e-3
     nearby = product(across, error) / np.maximum(across.sum(axis=1), 1e-9)
     return open_shapes[int(np.argmax(np.sqrt(np.maximum(unknown, 0.0)) * nearby))]
