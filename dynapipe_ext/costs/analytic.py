@@ -1,32 +1,32 @@
-"""Costs of a Megatron GPT from its description alone: parameters, FLOPs and bytes, counted."""
+"""Costs of a Megatron GPT or T5 from its description alone: parameters, FLOPs and bytes, counted."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, carried_start
+from dynapipe_ext.batch.micro_batches import MicroBatch, carried_start
 from dynapipe_ext.batch.topology import (
     DTYPE_OF_WIDTH,
     ActivationFormat,
     Offload,
     ReplicaCollectives,
-    StageLayers,
     Topology,
     ZeroStage,
     refuse_half_layers,
-    stage_layers_of,
 )
+from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.blocks import BlockAttention
-from dynapipe_ext.costs.features import Features, PiecePositions, split_kinds
+from dynapipe_ext.costs.codec import fields_to_json, from_json
+from dynapipe_ext.costs.features import Features, Kinds, PiecePositions, split_kinds
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray
-from dynapipe_ext.costs.layers import HEAD_MESSAGE_BYTES, LayerPart, parts_of_stages
+from dynapipe_ext.costs.layers import HEAD_MESSAGE_BYTES, LayerPart, first_decoder_stage, parts_of_stages, stage_layers
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
     UNCOUNTED_TAX,
@@ -35,37 +35,22 @@ from dynapipe_ext.costs.model import (
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
-    SlicedHead,
     check_tax,
     growing_times,
     scaled_bytes,
-    topology_from_json,
-    topology_to_json,
 )
-from dynapipe_ext.costs.states import (
-    ADAM_MOMENTS,
-    StateBytes,
-    StateRecipe,
-    States,
-    check_states,
-    checked_topology,
-    count_states,
-)
-from dynapipe_ext.errors import ConfigError, check_integer, settle_field_types, short
+from dynapipe_ext.costs.states import ADAM_MOMENTS, StateRecipe, States, check_states, checked_topology, count_states
+from dynapipe_ext.errors import ConfigError, PlanError, check_integer, settle_field_types, short
 from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
 
 _MOST_FACTOR = 1_000_000
-
-
-def check_rates(values: Any) -> None:
-    """Errors: ConfigError for rates by which times do not fit into 64 bits."""
-    for name, least in (("flops_per_s", 1e6), ("bandwidth_bytes_per_s", 1.0)):
-        if not getattr(values, name) >= least:
-            raise ConfigError(f"{name} is {short(getattr(values, name))} but must be at least {least:g}")
+# Fields that files of older versions did not have: left out at their defaults.
+_LATER = ("exact_sums", "offload", "head_slice", "num_moments", "width_tax", "adapters", "measured_adapters")
+_NOT_OF_PAIRS = ("flash", "zero_stage", "state_recipe", "ep", "links", "capacity_factor")
 
 
 def check_bytes_factors(values: Any) -> None:
-    """Errors: ConfigError for a factor of stored bytes that cannot be."""
+    """Raises ConfigError for a factor of stored bytes that cannot be."""
     for name in ("layer_bytes_factor", "head_bytes_factor"):
         if not 0 <= getattr(values, name) <= _MOST_FACTOR:
             raise ConfigError(f"{name} is {short(getattr(values, name))} but must be 0 to {_MOST_FACTOR:,}")
@@ -73,7 +58,7 @@ def check_bytes_factors(values: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAdapters:
-    """Stored over counted bytes of layers and of the head where the adapters of this name train, and nothing else."""
+    """Stored over counted bytes of layers and of the head if only the adapters of this name train."""
 
     adapters: str
     layer_bytes_factor: float
@@ -85,8 +70,57 @@ class MeasuredAdapters:
 
 
 @dataclass(frozen=True, slots=True)
+class _Layers:
+    """Layers of one kind, or halves of them: their number on every stage, shape (S, 1)."""
+
+    kind: Architecture
+    part: LayerPart
+    is_decoder: bool
+    counts: IntArray
+
+
+@lru_cache(maxsize=64)  # every price of a micro-batch asks for it
+def _layers_of_stages(a: Architecture, topology: Topology) -> tuple[_Layers, ...]:
+    if a.num_decoder_layers:
+        counts = np.array(stage_layers(a, topology), np.int64)
+        return _Layers(a, "layer", False, counts[:, :1]), _Layers(a, "layer", True, counts[:, 1:])
+    return tuple(
+        _Layers(kind, part, False, np.array(counts, np.int64)[:, None])
+        for part, layers in parts_of_stages(topology.with_layers(a.num_layers).stage_layers)
+        for kind, counts in kinds_of_ranges(a, layers)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerPrice:
+    """One layer, or half of one, for M micro-batches: FLOPs of matrix products and of attention, by all ranks of a
+    context-parallel group; and bytes on one rank. A layer stores its `input`; without full recomputation `inner` values
+    in its place; without any the `scores`, too. `widest`: its widest activation."""
+
+    products: IntArray
+    attention: IntArray
+    input_bytes: IntArray
+    inner_bytes: IntArray
+    score_bytes: IntArray
+    widest_bytes: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class _StageSums:
+    """Sums over the layers of every stage: FLOPs and bytes, shape (S, M), and numbers of layers and halves, (S, 1)."""
+
+    products: IntArray
+    attention: IntArray
+    stored_bytes: IntArray
+    working_bytes: IntArray
+    halves: IntArray
+    num_attentions: IntArray
+    num_decoder: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class AnalyticCosts(CostModel):
-    """Nanoseconds and bytes of micro-batches on every stage of a Megatron GPT.
+    """Nanoseconds and bytes of micro-batches on every stage of a Megatron GPT or T5.
 
     Time of an action = `overhead_ns` + layers x `layer_overhead_ns` + FLOPs / `flops_per_s` (the rate the device
     reaches, not its peak; it stands for tensor-parallel communication too). Per token a layer's matrix products take 2
@@ -111,7 +145,8 @@ class AnalyticCosts(CostModel):
     train keep fewer inputs. A recomputed layer keeps its whole input, however little it keeps else.
 
     With `head_slice` there are prices for kinds of recomputation whose head is in slices of so many positions
-    (`SlicedHead`).
+    (`chunked_head_bytes`). B computes the product again, slice by slice, and all weight gradients at once, which leaves
+    W none. Two fp32 numbers per position are kept in the place of logits.
 
     Experts: `capacity_factor` 0 is dropless; above 0 every expert computes its capacity, ceil(capacity_factor x top_k
     x tokens / num_experts) rows, padded up to it or dropping what is above. Tokens are spread evenly, so `ep` replicas
@@ -137,6 +172,13 @@ class AnalyticCosts(CostModel):
     A head over pipeline ranks costs each of its stages the same part of the products and of the logits, and the
     overhead of an action and of half a layer. Each of them keeps the head's input (all but the first get it in a
     message) and four fp32 numbers a position: the sum and the target of the message, and its own.
+
+    An encoder-decoder has encoder layers first, then decoder ones, which also attend to the encoder's output: queries
+    and output come from decoder tokens, keys and values from encoder tokens. Relative position biases rule out kernels
+    that skip or keep less, and masks, also those of scores, are as wide as values. Decoder stages hold the encoder's
+    output once; messages carry the encoder's hidden states, after the first decoder layer both sides'. With
+    `split_backward` under sequence parallelism a layer keeps what is gathered for its matrix products until W.
+    Exchanges of a group's ranks always are `width_tax`. Pieces, half layers and vocabulary parallelism have no price.
     """
 
     architecture: Architecture
@@ -170,12 +212,18 @@ class AnalyticCosts(CostModel):
 
     def __post_init__(self) -> None:
         settle_field_types(self)
-        checked_topology(self.architecture, self.topology, self.ep)
-        _ = self.sliced_head
+        if self.has_decoder:
+            self._check_pairs()
+        else:
+            checked_topology(self.architecture, self.topology, self.ep)
+        if type(self.head_slice) is not int or self.head_slice < 0:
+            raise ConfigError(f"head_slice is {self.head_slice} but must be positions, from 1 on, or 0 for whole heads")
         check_states(self.state_recipe, self.zero_stage, self.offload)
         if self.state_recipe == "fp32":
             raise ConfigError("state_recipe is 'fp32': give megatron, mixed or deepspeed, and for fp32 param_bytes 4")
-        check_rates(self)
+        for name, least in (("flops_per_s", 1e6), ("bandwidth_bytes_per_s", 1.0)):  # so that times fit into 64 bits
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{name} is {short(getattr(self, name))} but must be at least {least:g}")
         for name in ("overhead_ns", "layer_overhead_ns", "latency_ns"):
             check_integer(name, getattr(self, name), least=0, most=INFEASIBLE)
         check_bytes_factors(self)
@@ -187,31 +235,57 @@ class AnalyticCosts(CostModel):
         check_integer("num_moments", self.num_moments, least=0, most=8)
         check_tax(self.width_tax)
 
+    def _check_pairs(self) -> None:
+        a, tp, width = self.architecture, self.topology.tp, self.topology.width
+        refuse_spread(self.topology, "a model with a decoder side")
+        _ = _layers_of_stages(a, self.topology)  # refuses what cannot be cut
+        for name, size in (("num_heads", a.num_heads), ("ffn_hidden_size", a.ffn_hidden_size)):
+            if size % tp:
+                raise ConfigError(f"{name} {size} does not divide over tp {tp}: lower tp")
+        if width not in (allowed := self._priced_widths):
+            raise ConfigError(
+                f"width {width} does not divide the {a.num_heads // tp} heads of a tensor parallel rank, and keys of"
+                f" two sides are not gathered: take one of {', '.join(map(str, allowed))}"
+            )
+
     @property
     def num_stages(self) -> int:
         return self.topology.num_stages
 
     @property
+    def has_decoder(self) -> bool:
+        return self.architecture.num_decoder_layers > 0
+
+    @property
+    def _priced_widths(self) -> tuple[int, ...]:
+        """Context-parallel degrees of an encoder-decoder: those that divide the heads of a tensor parallel rank."""
+        heads = max(1, self.architecture.num_heads // self.topology.tp)
+        return tuple(1 << power for power in range((heads & -heads).bit_length()))
+
+    @property
     def facts(self) -> ModelFacts:
-        """Pieces have no price where experts drop what is beyond their capacity, or a window hides earlier pieces."""
-        shards = self.topology.tp if self.sequence_parallel else 1
-        dtype = DTYPE_OF_WIDTH[self.activation_bytes_per_value]
+        """What these costs know. Pieces have no price if experts drop what is beyond their capacity, or if a window
+        hides earlier pieces."""
+        a, topology, has_decoder = self.architecture, self.topology, self.has_decoder
+        form = ActivationFormat(
+            a.hidden_size,
+            DTYPE_OF_WIDTH[self.activation_bytes_per_value],
+            sequence_shards=topology.tp if self.sequence_parallel else 1,
+            first_decoder_stage=first_decoder_stage(stage_layers(a, topology)) if has_decoder else None,
+            first_head_stage=topology.first_head_stage,
+        )
         return ModelFacts(
-            has_decoder=False,
-            total_layers=self.architecture.num_layers,
+            has_decoder=has_decoder,
+            total_layers=a.total_layers,
             replica_collectives=ReplicaCollectives.of_zero(self.zero_stage, ep=self.ep),
-            activation_format=ActivationFormat(
-                self.architecture.hidden_size,
-                dtype,
-                sequence_shards=shards,
-                first_head_stage=self.topology.first_head_stage,
-            ),
-            prices_halves=True,
-            prices_spread=True,
-            prices_pieces=not self.capacity_factor and not self.architecture.sliding_window,
+            activation_format=form,
+            prices_halves=not has_decoder,
+            prices_spread=not has_decoder,
+            prices_pieces=not (has_decoder or self.capacity_factor or a.sliding_window),
             offload=self.offload,
             slices_head=self.head_slice > 0,
-            width=self.topology.width,
+            width=topology.width,
+            priced_widths=self._priced_widths if has_decoder else None,
             measured_adapters=bool(self._measured_adapters),
         )
 
@@ -222,35 +296,17 @@ class AnalyticCosts(CostModel):
         return measured if measured and measured.adapters == self.adapters else None
 
     @property
-    def sliced_head(self) -> SlicedHead:
-        a, tp = self.architecture, self.topology.tp
-        return SlicedHead(
-            slice_len=self.head_slice,
-            hidden_size=a.hidden_size,
-            columns=a.vocab_size // tp // len(self.topology.head_stages),
-            value_bytes=self.activation_bytes_per_value,
-            divided=self.sequence_parallel,
-        )
-
-    @property
-    def _layers(self) -> tuple[StageLayers, ...]:
-        return stage_layers_of(self.topology, self.architecture.num_layers)
-
-    @property
     def stage_layers(self) -> IntArray:
-        """(encoder or decoder-only, decoder) layers of every stage, shape (S, 2). Errors: ConfigError for half ones."""
-        counts = self.topology.with_layers(self.architecture.num_layers).layers_per_stage
-        return np.array([(count, 0) for count in refuse_half_layers(counts, "an estimate")], np.int64)
-
-    def _attentions(self) -> IntArray:
-        """Layers of every stage whose attention it computes, shape (S, 1)."""
-        return np.array([len(stage.attention) for stage in self._layers], np.int64)[:, None]
+        """(encoder or decoder-only, decoder) layers of every stage, shape (S, 2). Raises ConfigError for half ones."""
+        layers = stage_layers(self.architecture, self.topology)
+        refuse_half_layers(self.topology.layers_per_stage, "an estimate")
+        return np.array(layers, np.int64)
 
     def over(self, topology: Topology | None) -> tuple[AnalyticCosts, Topology]:
-        """The same model, rates and factors over another topology, layers filled in."""
+        """Return the same model, rates and factors over another topology, layers filled in."""
         if topology is None:
             return self, self.topology
-        topology = topology.with_layers(self.architecture.num_layers)
+        topology = topology.with_layers(self.architecture.total_layers)
         return replace(self, topology=topology), topology
 
     def at_width(self, width: int) -> AnalyticCosts:
@@ -262,13 +318,17 @@ class AnalyticCosts(CostModel):
     def with_exact_sums(self, value_bytes: int) -> AnalyticCosts:
         return replace(self, exact_sums=True)
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> GrowingTimes:
-        """For bounds over all plans."""
+    def floor(
+        self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None
+    ) -> GrowingTimes | None:
+        """Return the floor of a decoder-only model: attention across two sides is no sum over tokens and squares."""
+        if self.has_decoder:
+            return None
         return growing_times(least or self, split=split, rounds_up=self.capacity_factor > 0)
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
         m, a = micro_batch, self.architecture
-        if m.decoder_len:
+        if m.decoder_len and not self.has_decoder:
             return (
                 f"a micro-batch has decoder length {m.decoder_len}, but the analytic model prices decoder-only models"
                 " (their length is encoder): measure a cost table for encoder-decoder models"
@@ -280,15 +340,13 @@ class AnalyticCosts(CostModel):
             )
         return ""
 
-    def price(self, features: Features) -> MicroBatchCosts:
-        costs = self._price(features.tokens, features.squares, features.recompute)
-        if features.pieces is not None:
-            costs = self._with_pieces(costs, features.pieces, split_kinds(features.recompute)[0])
-        return costs.refusing(self._refused(features))
-
     def _refused(self, features: Features) -> BoolArray:
-        """Which micro-batches have a decoder side, or more positions than the model has embeddings of."""
-        refused: BoolArray = features.positions[1] > 0
+        """Which micro-batches have a decoder side, or more positions than the model has embeddings of; of an
+        encoder-decoder, which shapes have no decoder side."""
+        decoder = features.positions[1]
+        if self.has_decoder:
+            return np.asarray((decoder == 0) & (features.padded_shapes is not None))
+        refused: BoolArray = decoder > 0
         if self.architecture.position != "learned":
             return refused
         if features.padded_shapes is not None:
@@ -298,20 +356,157 @@ class AnalyticCosts(CostModel):
         refused |= longest > self.architecture.max_seq_len
         return refused
 
+    def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
+        """Return stored bytes of the final norm, the head and its logits on every stage, shape (S, M)."""
+        layers = (self._measured_adapters or self).layer_bytes_factor
+        without = replace(self, layer_bytes_factor=layers, head_bytes_factor=0.0, measured_adapters=None)
+        head: IntArray = self.evaluate(micro_batches).stored_bytes - without.evaluate(micro_batches).stored_bytes
+        return head
+
+    def price(self, features: Features) -> MicroBatchCosts:
+        a, topology, values, width = self.architecture, self.topology, self.activation_bytes_per_value, self._width
+        recompute, asks_chunks = split_kinds(features.recompute)
+        full, selective = recompute == "full", recompute == "selective"
+        group, rank = features.positions, -(-features.positions // width)
+        heads, tokens = topology.head_stages, rank[int(self.has_decoder)]
+        in_chunks = self.chunks_head(asks_chunks, tokens)
+        has_head = np.arange(self.num_stages)[:, None] >= heads.start
+        head = has_head * (2 * a.vocab_size * a.hidden_size // topology.tp // len(heads) * group[int(self.has_decoder)])
+        on_stages = self._lay_on_stages(group, rank, full, selective)
+        products = head + on_stages.products
+        forward = products + on_stages.attention
+        again = in_chunks * head + np.where(full, on_stages.products, 0)
+        again = again + np.where(full | selective, on_stages.attention, 0)
+        head_bytes, head_working = self._head_bytes(tokens, in_chunks)
+        # A stage sends the residual stream, its rank's share of it under sequence parallelism.
+        decodes = np.cumsum(on_stages.num_decoder)[:-1, None] > 0
+        sent = self._split(values * a.hidden_size * rank[0]) + decodes * self._split(values * a.hidden_size * rank[1])
+        sent = sent + (has_head[:-1] * HEAD_MESSAGE_BYTES) * tokens
+        links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
+        halves = on_stages.halves + (has_head if len(heads) > 1 else 0)
+        overhead_ns = self.overhead_ns + halves * self.layer_overhead_ns // 2
+        costs = MicroBatchCosts(
+            forward_ns=overhead_ns + self._ns(forward, taxed=True),
+            backward_ns=overhead_ns + self._ns(2 * forward + again, taxed=True),
+            weight_ns=self._ns(np.where(full, 0, products - in_chunks * head)),
+            stored_bytes=self._as_measured(on_stages.stored_bytes, has_head * head_bytes, full),
+            working_bytes=np.maximum(on_stages.working_bytes, has_head * head_working) + self.states.buffers[:, None],
+            transfer_ns=links.transfer_ns(topology, sent),
+            transfer_bytes=sent,
+            static_bytes=self.states.device.total,
+        )
+        if width > 1 and not self.has_decoder:
+            costs = self._with_exchanges(costs, group[0], recompute, on_stages.num_attentions)
+        costs = costs.keeping_inputs(recompute == "stage")
+        if features.pieces is not None:
+            costs = self._with_pieces(costs, features.pieces, recompute, on_stages.num_attentions)
+        return costs.refusing(self._refused(features))
+
+    def _lay_on_stages(self, group: IntArray, rank: IntArray, full: BoolArray, selective: BoolArray) -> _StageSums:
+        products, attention, stored, working = np.zeros((4, self.num_stages, group.shape[1]), np.int64)
+        halves, num_attentions, num_decoder = np.zeros((3, self.num_stages, 1), np.int64)
+        for layers in _layers_of_stages(self.architecture, self.topology):
+            one, count = self._price_layer(layers, group, rank), layers.counts
+            kept = np.where(full, one.input_bytes, one.inner_bytes + np.where(selective, 0, one.score_bytes))
+            running = one.inner_bytes + one.score_bytes - kept + one.widest_bytes
+            products += count * one.products
+            attention += count * one.attention
+            stored += count * kept
+            working = np.maximum(working, np.where(count > 0, running, 0))
+            halves += count * (2 if layers.part == "layer" else 1)
+            num_attentions += count * (layers.part != "mlp")
+            num_decoder += count * layers.is_decoder
+        values = self.activation_bytes_per_value * self.architecture.hidden_size  # of one position
+        stored += (num_decoder > 0) * self._split(values * rank[0])
+        if self.has_decoder and self.split_backward and self.sequence_parallel:
+            gathered = 4 * (halves // 2 - num_decoder) * rank[0] + num_decoder * (6 * rank[1] + rank[0])
+            stored += np.where(full, 0, values * gathered - values * gathered // self.topology.tp)
+        return _StageSums(products, attention, stored, working, halves, num_attentions, num_decoder)
+
+    def _price_layer(self, layers: _Layers, group: IntArray, rank: IntArray) -> _LayerPrice:
+        """Price one layer, or a half of it, of positions of a context-parallel group and of one rank."""
+        kind, tp, values = layers.kind, self.topology.tp, self.activation_bytes_per_value
+        h, side, of_attention = kind.hidden_size, int(layers.is_decoder), layers.part != "mlp"
+        group_squares, tokens, squares = group[2 + side], rank[side], rank[2 + side]
+        skips_masked = self.flash and not self.has_decoder
+        # The softmax, and with dropout its mask and its output; of fused kernels one fp32 sum per head and position.
+        a_score = (2 * values + self._mask_bytes if self.dropout else values) * kind.num_heads // tp
+        scores = of_attention * (4 * kind.num_heads // tp * tokens if skips_masked else a_score * squares)
+        routed = self._routed(kind, tokens)
+        inner = self._inner_bytes(layers, tokens, routed)
+        if layers.is_decoder:  # attention to the encoder's output
+            group_squares = group_squares + group[4]
+            inner = inner + self._split((2 + self.dropout) * values * h * tokens)
+            inner = inner + values * kind.query_size // tp * (2 * tokens + 2 * rank[0])
+            scores = scores + a_score * rank[4]
+        attended = (1 if skips_masked else 2) * (kind.query_size + kind.attended_size)
+        if layers.part == "attention":
+            widest = max((kind.query_size + 2 * kind.kv_size) // tp, h) * tokens
+        else:
+            widest = max(kind.fc1_size // tp, h) * routed
+        return _LayerPrice(
+            products=self._count_products(layers, group, rank),
+            attention=of_attention * (attended * group_squares // tp),
+            input_bytes=self._split(values * h * tokens),
+            inner_bytes=inner,
+            score_bytes=scores,
+            widest_bytes=values * widest,
+        )
+
+    def _inner_bytes(self, layers: _Layers, tokens: IntArray, routed: IntArray) -> IntArray:
+        """Return what one layer, or a half of it, keeps of its self-attention and MLP, without the scores."""
+        kind, tp, values, h = layers.kind, self.topology.tp, self.activation_bytes_per_value, layers.kind.hidden_size
+        of_attention, of_mlp = layers.part != "mlp", layers.part != "attention"
+        inputs = {"pre": 2, "post": 2, "both": 3}[kind.norm_placement]  # of either half: norms, qkv or fc1
+        copied = (of_attention + of_mlp) * (inputs * values * h + self.dropout * self._mask_bytes * h)
+        if kind.shared_expert_gate and of_mlp:  # its output and the gated one's factor
+            copied += values * (h + 1)
+        if kind.latent and of_attention:
+            copied += values * kind.latent.kept_values
+        keys = kind.kv_size_on(tp)
+        # Of ranks that share a key head, values are a part of all rows of qkv, which each of them has gathered.
+        with_values = kind.value_size // tp if kind.num_query_groups % tp == 0 else kind.query_size + 2 * kind.kv_size
+        in_parts = values * ((kind.query_size + kind.attended_size) // tp + keys + with_values)
+        if kind.qk_norm:  # the inputs of these norms
+            in_parts += values * (kind.query_size // tp + keys)
+        divided = of_attention * in_parts * tokens
+        if of_mlp:  # inputs of the activation function and of fc2
+            divided = divided + values * (kind.fc1_size + kind.ffn_hidden_size) * routed // tp
+            divided = divided + values * 3 * kind.shared_ffn_hidden_size * tokens // tp
+        inner = self._split(copied * tokens) + divided
+        if kind.num_experts and of_mlp:
+            inner = inner + values * h * routed + self._split(4 * kind.num_experts * tokens)
+        if self._defers:
+            inner = np.maximum(inner, 2 * values * h * (of_attention * tokens + of_mlp * routed) + divided)
+        return inner
+
+    def _count_products(self, layers: _Layers, group: IntArray, rank: IntArray) -> IntArray:
+        """Return the FLOPs of the matrix products in one layer, or in a half of it."""
+        kind, tp, tokens = layers.kind, self.topology.tp, group[int(layers.is_decoder)]
+        products: IntArray = 2 * ((layers.part != "mlp") * (kind.attention_parameters // tp) * tokens)
+        if layers.part != "attention":
+            routed = self._width * self._routed(kind, rank[0]) if self.capacity_factor else self._routed(kind, tokens)
+            products = products + 2 * (kind.mlp_parameters // tp * routed) + 2 * kind.shared_parameters // tp * tokens
+            routers = kind.num_experts + int(kind.shared_expert_gate)
+            products = products + self._split(2 * kind.hidden_size * routers * tokens)
+        if layers.is_decoder:  # queries and outputs, keys and values of attention to the encoder's output
+            products = products + 4 * kind.hidden_size * kind.query_size // tp * (group[0] + group[1])
+        return products
+
     def _with_pieces(
-        self, costs: MicroBatchCosts, positions: PiecePositions, recompute: npt.NDArray[np.str_]
+        self, costs: MicroBatchCosts, positions: PiecePositions, recompute: Kinds, layers: IntArray
     ) -> MicroBatchCosts:
-        """With what the pieces of a sample, all among these micro-batches, keep for one another in every layer.
+        """Add what the pieces of a sample, all among these micro-batches, keep for one another in every layer.
 
         Its keys and values lie in a buffer from the first piece's F to its B, which is the last, and so do the sums in
         fp32 of the gradients that pieces give to the positions before them. A layer then keeps no others, and has
         gradients of all positions so far while it runs.
         """
-        a, values, layers = self.architecture, self.activation_bytes_per_value, self._attentions()
-        a_position = 2 * a.kv_size_on(self.topology.tp)  # values a layer
-        kept_values = a_position if self.topology.width == 1 else self._block.kept_values
-        own = positions.own // self.topology.width
-        copied = 0 if self.topology.width == 1 else np.floor(self._block.copied_values * positions.own).astype(np.int64)
+        values = self.activation_bytes_per_value
+        a_position = 2 * self.architecture.kv_size_on(self.topology.tp)  # values per layer
+        kept_values = a_position if self._width == 1 else self._block.kept_values
+        own = positions.own // self._width
+        copied = 0 if self._width == 1 else np.floor(self._block.copied_values * positions.own).astype(np.int64)
         keeps_own = (recompute == "none") | (recompute == "selective")
         in_buffers = values * (a_position * own + copied)
         stored = kept_values * positions.kept_bytes(values) - keeps_own * in_buffers
@@ -327,11 +522,25 @@ class AnalyticCosts(CostModel):
     def _block(self) -> BlockAttention:
         return BlockAttention.of(self.architecture, self.topology)
 
+    @property
+    def _width(self) -> int:
+        return self.topology.width
+
+    @property
+    def _mask_bytes(self) -> int:
+        """Bytes of one value of a dropout mask, which a CPU's operators keep as wide as values."""
+        return self.activation_bytes_per_value if self.has_decoder else 1
+
+    @property
+    def _defers(self) -> bool:
+        """Whether inputs and output gradients of matrix products are kept until W."""
+        return self.split_backward and not self.has_decoder
+
     def _with_exchanges(
-        self, costs: MicroBatchCosts, tokens: IntArray, recompute: npt.NDArray[np.str_]
+        self, costs: MicroBatchCosts, tokens: IntArray, recompute: Kinds, layers: IntArray
     ) -> MicroBatchCosts:
-        """With what attention exchanges within a block, and holds for that, of rows of so many positions."""
-        block, layers, values = self._block, self._attentions(), self.activation_bytes_per_value
+        """Add what attention exchanges within a context-parallel group, and holds for that."""
+        block, values = self._block, self.activation_bytes_per_value
         copied = np.ceil(values * block.copied_values * tokens).astype(np.int64)
         keeps = (recompute == "none") | (recompute == "selective")
         gathered = (2 * values * block.kept_values if block.gather_ranks > 1 else 0) * tokens
@@ -349,106 +558,55 @@ class AnalyticCosts(CostModel):
             working_bytes=costs.working_bytes + (layers > 0) * (~keeps * copied + gathered),
         )
 
-    def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
-        """Stored bytes of the final norm, the head and its logits on every stage, shape (S, M)."""
-        layers = (self._measured_adapters or self).layer_bytes_factor
-        without = replace(self, layer_bytes_factor=layers, head_bytes_factor=0.0, measured_adapters=None)
-        head: IntArray = self.evaluate(micro_batches).stored_bytes - without.evaluate(micro_batches).stored_bytes
-        return head
-
-    def _price(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
-        a, tp = self.architecture, self.topology.tp
-        recompute, is_sliced = split_kinds(recompute)
-        full, selective = recompute == "full", recompute == "selective"
-        width, whole_tokens, whole_squares = self.topology.width, tokens, squares
-        tokens, squares = -(-tokens // width), -(-squares // width)  # of one rank
-        is_sliced = self.sliced_head.of(is_sliced, tokens)
-        stage_layers, attentions = self._layers, self._attentions()
-        heads, values = self.topology.head_stages, self.activation_bytes_per_value
-        has_head = np.arange(self.num_stages)[:, None] >= heads.start
-        attention_flops = (1 if self.flash else 2) * (a.query_size + a.attended_size) * whole_squares // tp
-        matmul = head = has_head * (2 * a.vocab_size * a.hidden_size // tp // len(heads) * whole_tokens)
-        again = attentions * np.where(full | selective, attention_flops, 0) + is_sliced * head
-        stored, working = np.zeros((2, self.num_stages, len(tokens)), np.int64)
-        for part, layers in parts_of_stages(stage_layers):
-            for kind, counts in kinds_of_ranges(a, layers):
-                count, routed = np.array(counts, np.int64)[:, None], self._routed(kind, tokens)
-                all_routed = width * routed if self.capacity_factor else self._routed(kind, whole_tokens)
-                flops = self._layer_flops(kind, whole_tokens, all_routed, part)
-                matmul = matmul + count * flops
-                again = again + count * np.where(full, flops, 0)
-                layer = whole = self._layer_bytes(kind, tokens, squares, "none", part)
-                if full.any():
-                    layer = np.where(full, self._layer_bytes(kind, tokens, squares, "full", part), layer)
-                if selective.any():
-                    layer = np.where(selective, self._layer_bytes(kind, tokens, squares, "selective", part), layer)
-                stored = stored + count * layer
-                running = whole - layer + values * self._widest(kind, tokens, routed, part)
-                working = np.maximum(working, np.where(count > 0, running, 0))
-        forward = matmul + attentions * attention_flops
-        head_bytes, head_working = self._head_bytes(tokens, is_sliced)
-        # A stage sends the residual stream, its rank's share of it under sequence parallelism.
-        sent = self._split(values * a.hidden_size * tokens) + (has_head[:-1] * HEAD_MESSAGE_BYTES) * tokens
-        links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
-        halves = attentions + np.array([len(stage.mlp) for stage in stage_layers], np.int64)[:, None]
-        halves = halves + (has_head if len(heads) > 1 else 0)
-        overhead_ns = self.overhead_ns + halves * self.layer_overhead_ns // 2
-        costs = MicroBatchCosts(
-            forward_ns=overhead_ns + self._ns(forward, taxed=True),
-            backward_ns=overhead_ns + self._ns(2 * forward + again, taxed=True),
-            weight_ns=self._ns(np.where(full, 0, matmul - is_sliced * head)),
-            stored_bytes=self._as_measured(stored, has_head * head_bytes, full),
-            working_bytes=np.maximum(working, has_head * head_working) + self._states.buffers[:, None],
-            transfer_ns=links.transfer_ns(self.topology, sent),
-            transfer_bytes=sent,
-            static_bytes=self.static_bytes(),
-        )
-        costs = costs if width == 1 else self._with_exchanges(costs, whole_tokens, recompute)
-        return costs.keeping_inputs(recompute == "stage")
-
-    def _as_measured(self, layer_bytes: IntArray, head_bytes: IntArray, is_full: npt.NDArray[np.bool_]) -> IntArray:
-        """What is stored, of counted bytes."""
+    def _as_measured(self, layer_bytes: IntArray, head_bytes: IntArray, is_full: BoolArray) -> IntArray:
+        """Return what is stored, of counted bytes. A recomputed layer keeps its input, however little it keeps else."""
         factors = self._measured_adapters or self
         of_layers = scaled_bytes(layer_bytes, factors.layer_bytes_factor)
-        of_layers = np.where(is_full, np.maximum(layer_bytes, of_layers), of_layers)
+        if not self.has_decoder:
+            of_layers = np.where(is_full, np.maximum(layer_bytes, of_layers), of_layers)
         of_head = scaled_bytes(head_bytes, factors.head_bytes_factor)
         return np.asarray(of_layers + of_head)
 
-    def _head_bytes(self, tokens: IntArray, is_sliced: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
-        """What the final norm and the head of every stage keep of a rank's tokens, and need more while they run."""
-        heads, values, hidden_size = (
-            self.topology.head_stages,
-            self.activation_bytes_per_value,
-            self.architecture.hidden_size,
-        )
-        logits = tokens * self.sliced_head.columns
-        logits_bytes = np.where(is_sliced, self.sliced_head.kept_bytes(tokens), 4 * logits)
+    def _head_bytes(self, tokens: IntArray, in_chunks: BoolArray) -> tuple[IntArray, IntArray]:
+        """Return what the final norm and the head of every stage keep of a rank's tokens, and need while they run."""
+        heads, values, h = self.topology.head_stages, self.activation_bytes_per_value, self.architecture.hidden_size
+        logits, (kept_in_chunks, working_in_chunks) = tokens * self._head_columns, self.chunked_head_bytes(tokens)
         num_inputs = 1 + (np.arange(self.num_stages)[:, None] == heads.start)  # the norm's and the head's
-        kept_bytes: IntArray = num_inputs * self._split(values * hidden_size * tokens) + logits_bytes
+        kept_bytes: IntArray = num_inputs * self._split(values * h * tokens)
+        kept_bytes = kept_bytes + np.where(in_chunks, kept_in_chunks, 4 * logits)
         if len(heads) > 1:
             kept_bytes = kept_bytes + 2 * HEAD_MESSAGE_BYTES * tokens
-        if self.split_backward:
-            put_off = values * (hidden_size * tokens + logits)
-            kept_bytes = np.where(is_sliced, kept_bytes, np.maximum(kept_bytes, put_off))
-        return kept_bytes, np.where(is_sliced, self.sliced_head.working_bytes(tokens), values * logits)
+        if self._defers:
+            kept_bytes = np.where(in_chunks, kept_bytes, np.maximum(kept_bytes, values * (h * tokens + logits)))
+        return kept_bytes, np.where(in_chunks, working_in_chunks, values * logits)
 
-    def _layer_flops(self, kind: Architecture, tokens: IntArray, routed: IntArray, part: LayerPart) -> IntArray:
-        """Of the matrix products of one layer, or of a half of it."""
-        tp, gates = self.topology.tp, kind.num_experts + int(kind.shared_expert_gate)
-        attention = 2 * (kind.attention_parameters // tp * tokens)
-        mlp = 2 * (kind.mlp_parameters // tp * routed) + 2 * kind.shared_parameters // tp * tokens
-        mlp = mlp + self._split(2 * kind.hidden_size * gates * tokens)  # the router
-        return (part != "mlp") * attention + (part != "attention") * mlp
+    @property
+    def _head_columns(self) -> int:
+        """Columns of the vocabulary on one rank."""
+        return self.architecture.vocab_size // self.topology.tp // len(self.topology.head_stages)
 
-    def _widest(self, kind: Architecture, tokens: IntArray, routed: IntArray, part: LayerPart) -> IntArray:
-        """Values of the widest activation of one layer, or of a half of it."""
-        tp, h = self.topology.tp, kind.hidden_size
-        if part == "attention":
-            return max((kind.query_size + 2 * kind.kv_size) // tp, h) * tokens
-        return max(kind.fc1_size // tp, h) * routed
+    def chunks_head(self, asked: BoolArray, positions: IntArray) -> BoolArray:
+        """Return which of the micro-batches that ask for a chunked head have more positions than one slice. Raises
+        PlanError if costs have no price for any."""
+        if asked.any() and not self.head_slice:
+            raise PlanError(
+                'these costs have no price for a head in slices: give recompute "none", "selective", "full" or'
+                ' "stage", or counted costs with head_slice'
+            )
+        return asked & (positions > self.head_slice)
+
+    def chunked_head_bytes(self, positions: IntArray) -> tuple[IntArray, IntArray]:
+        """Return what a chunked head keeps in the place of logits, and what it needs while it runs.
+
+        That is a slice's logits in fp32 and in the width of values, the weight's gradient (of 16-bit weights added up
+        in fp32) with a slice's own, and the gradient of the head's input, which sequence parallelism also gathers.
+        """
+        values, h = self.activation_bytes_per_value, self.architecture.hidden_size
+        slice_bytes = (4 + values) * self._head_columns * (np.minimum(positions, self.head_slice) + h)
+        return 2 * 4 * positions, slice_bytes + (2 if self.sequence_parallel else 1) * values * h * positions
 
     def _routed(self, a: Architecture, tokens: IntArray) -> IntArray:
-        """Rows that the MLPs of a layer compute: each token once, or as often as experts take it."""
+        """Return the rows that the MLPs of a layer compute: each token once, or as often as experts take it."""
         if not a.num_experts:
             return tokens
         rows = a.top_k * tokens
@@ -457,111 +615,61 @@ class AnalyticCosts(CostModel):
         return a.num_experts * np.ceil(self.capacity_factor * rows / a.num_experts).astype(np.int64)
 
     def _ns(self, flops: IntArray, *, taxed: bool = False) -> IntArray:
-        """Of FLOPs that the ranks of a block divide; `taxed`, with what they exchange where that is not counted."""
-        flop_ns, width = 1e9 / self.flops_per_s, self.topology.width
+        """Return the time of FLOPs that the ranks of a context-parallel group divide; `taxed`: with what they exchange,
+        if that is not counted."""
+        flop_ns, width = 1e9 / self.flops_per_s, self._width
         if width > 1:
-            flop_ns *= (1 + self.width_tax * (taxed and self.links is None)) / width
+            flop_ns *= (1 + self.width_tax * (taxed and (self.links is None or self.has_decoder))) / width
         time_ns: IntArray = np.rint(flops * flop_ns).astype(np.int64)
         return time_ns
 
     def _split(self, num_bytes: IntArray) -> IntArray:
-        """Bytes that sequence parallelism divides over tensor-parallel ranks and plain tensor parallelism copies."""
+        """Divide what sequence parallelism divides over tensor-parallel ranks and plain tensor parallelism copies."""
         if not self.sequence_parallel:
             return num_bytes
         share: IntArray = -(-num_bytes // self.topology.tp)
         return share
 
-    def _layer_bytes(
-        self, a: Architecture, tokens: IntArray, squares: IntArray, recompute: Recompute, part: LayerPart
-    ) -> IntArray:
-        """Activations that one layer, or a half of it, keeps for its backward; if recomputed, either half its input."""
-        tp, values = self.topology.tp, self.activation_bytes_per_value
-        h, of_attention, of_mlp = a.hidden_size, part != "mlp", part != "attention"
-        if recompute == "full":
-            return self._split(values * h * tokens)
-        inputs = {"pre": 2, "post": 2, "both": 3}[a.norm_placement]  # of either half: norms, qkv or fc1
-        copied = (of_attention + of_mlp) * (inputs * values * h + (h if self.dropout else 0))  # masks of one byte
-        if a.shared_expert_gate and of_mlp:  # its output and the gated one's factor
-            copied += values * (h + 1)
-        if a.latent and of_attention:
-            copied += values * a.latent.kept_values
-        keys = a.kv_size_on(tp)
-        # Of ranks that share a key head, values are a part of all rows of qkv, which each of them has gathered.
-        with_values = a.value_size // tp if a.num_query_groups % tp == 0 else a.query_size + 2 * a.kv_size
-        attention = values * ((a.query_size + a.attended_size) // tp + keys + with_values) * tokens
-        if a.qk_norm:  # the inputs of these norms
-            attention = attention + values * (a.query_size // tp + keys) * tokens
-        attention, routed = of_attention * attention, of_mlp * self._routed(a, tokens)
-        mlp = values * (a.fc1_size + a.ffn_hidden_size) * routed // tp  # activation function's and fc2's inputs
-        mlp = mlp + of_mlp * (values * 3 * a.shared_ffn_hidden_size * tokens // tp)
-        kept_bytes = self._split(copied * tokens) + attention + mlp
-        if a.num_experts and of_mlp:
-            kept_bytes = kept_bytes + values * h * routed + self._split(4 * a.num_experts * tokens)
-        if self.split_backward:
-            put_off = 2 * values * h * (of_attention * tokens + routed)
-            kept_bytes = np.maximum(kept_bytes, put_off + attention + mlp)
-        if recompute == "selective" or not of_attention:
-            return kept_bytes
-        if self.flash:  # the log-sum-exp of every head and position, fp32
-            return kept_bytes + 4 * a.num_heads // tp * tokens
-        scores = 2 * values + 1 if self.dropout else values  # softmax, and with dropout its mask and its output
-        return kept_bytes + scores * a.num_heads // tp * squares
-
     @property
-    def _recipe(self) -> StateRecipe:
-        return "fp32" if self.param_bytes == 4 else self.state_recipe
-
-    @property
-    def _zero_stage(self) -> int:
-        return max(self.zero_stage, int(self.distributed_optimizer))
-
-    @property
-    def _states(self) -> States:
+    def states(self) -> States:
+        """Weights, gradients and optimizer states of every stage; a unit that ZeRO holds whole while it uses it."""
         return count_states(
             self.architecture,
             self.topology,
-            self._recipe,
-            zero_stage=self._zero_stage,
+            "fp32" if self.param_bytes == 4 else self.state_recipe,
+            zero_stage=max(self.zero_stage, int(self.distributed_optimizer)),
             offload=self.offload,
             ep=self.ep,
             exact_sums=self.exact_sums,
             num_moments=self.num_moments,
         )
 
-    def static_parts(self) -> StateBytes:
-        """Return weights, gradients and optimizer states of one rank of every stage."""
-        return self._states.device
-
     def static_bytes(self) -> IntArray:
-        """Return the sum of `static_parts`."""
-        return self._states.device.total
+        """Return the bytes of weights, gradients and optimizer states of one rank of every stage."""
+        return self.states.device.total
 
     def to_json(self) -> dict[str, Any]:
-        described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
-        usual = {"exact_sums": False, "offload": "none", "head_slice": 0, "num_moments": ADAM_MOMENTS}
-        usual |= {"width_tax": UNCOUNTED_TAX, "adapters": "", "measured_adapters": None}
-        own = dict(item for item in asdict(self).items() if item not in usual.items())
-        return {"kind": "analytic", **own, **described}
+        """Return the costs as JSON. Files of encoder-decoders leave out, at their defaults, the fields that files of
+        decoder-only models have, and describe the architecture with its defaults."""
+        if not self.has_decoder:
+            return {"kind": "analytic", **fields_to_json(self, _LATER)}
+        raw = {"kind": "encoder-decoder", **fields_to_json(self, (*_LATER, *_NOT_OF_PAIRS))}
+        raw["architecture"] = asdict(self.architecture)
+        return raw if raw.pop("overhead_ns") == 0 else raw | {"overhead_ns": self.overhead_ns}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> AnalyticCosts:
-        fields = {key: value for key, value in raw.items() if key != "kind"}
+        """Return the costs that `to_json` wrote. Raises ConfigError for other content."""
+        values = {key: value for key, value in raw.items() if key != "kind"}
+        if raw.get("kind") == "encoder-decoder":
+            values = {"overhead_ns": 0, **values}
         try:
-            links, adapters = fields.pop("links", None), fields.pop("measured_adapters", None)
-            if "shape" in fields:  # written before models had one description: sizes, and the experts' capacity
-                sizes = dict(fields.pop("shape"))
-                fields["capacity_factor"] = sizes.pop("capacity_factor", 0.0)
-                architecture = Architecture.gpt(**sizes)
-            else:
-                architecture = Architecture.from_json(fields.pop("architecture"))
-            return cls(
-                architecture,
-                topology_from_json(fields.pop("topology")),
-                links=None if links is None else Links.from_json(links),
-                measured_adapters=None if adapters is None else MeasuredAdapters(**adapters),
-                **fields,
-            )
-        except (KeyError, TypeError) as error:
+            if "shape" in values:  # written before models had one description: sizes, and the experts' capacity
+                sizes = dict(values.pop("shape"))
+                values["capacity_factor"] = sizes.pop("capacity_factor", 0.0)
+                values["architecture"] = Architecture.gpt(**sizes).to_json()
+            return from_json(cls, values)
+        except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"analytic costs cannot be read: {type(error).__name__} {error}") from error
 
 

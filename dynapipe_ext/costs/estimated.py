@@ -9,14 +9,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import HEAD_SLICE, Layout, MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import HEAD_SLICE, Layout, MicroBatch
 from dynapipe_ext.batch.topology import Offload, ReplicaCollectives, Topology
 from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import Cluster, Precision
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
-from dynapipe_ext.costs.features import PiecePositions, split_kinds
-from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
+from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
     CostModel,
@@ -25,7 +23,6 @@ from dynapipe_ext.costs.model import (
     ModelFacts,
     bytes_keeping_inputs,
     fingerprint,
-    refuse_carried,
 )
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, States, count_states
 from dynapipe_ext.costs.unfused import PlainLayers
@@ -77,7 +74,7 @@ class EstimatedCosts(CostModel):
     and, between stages, two messages on either side and direction.
     """
 
-    base: AnalyticCosts | EncoderDecoderCosts
+    base: AnalyticCosts
     states: States
     strategy: Strategy
     recipe: StateRecipe
@@ -107,10 +104,9 @@ class EstimatedCosts(CostModel):
     @property
     def facts(self) -> ModelFacts:
         """Messages have no format: their buffers are among the working bytes."""
-        counts_pieces = isinstance(self.base, AnalyticCosts) and self.base.facts.prices_pieces
         return ModelFacts(
             replica_collectives=ReplicaCollectives.of_zero(self.strategy.zero_stage, ep=self.strategy.ep),
-            prices_pieces=counts_pieces,
+            prices_pieces=self.base.facts.prices_pieces,
             slices_head=self.base.head_slice > 0,
         )
 
@@ -140,48 +136,19 @@ class EstimatedCosts(CostModel):
         join.at(joined, list(self.topology.stage_ranks), of_stages)
         return joined
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        if not self.facts.prices_pieces:
-            refuse_carried(micro_batches, "estimates of this strategy")
-        rows = np.array([m.rows for m in micro_batches], np.int64)
-        enc = np.array([m.encoder_len for m in micro_batches], np.int64)
-        dec = np.array([m.decoder_len for m in micro_batches], np.int64)
-        recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        carried = None
-        if self.plain is not None and any(m.attention == "carried" for m in micro_batches):
-            carried = PiecePositions.of(micro_batches)
-        return self._with_cluster(self.base.evaluate(micro_batches), rows, enc, dec, recompute, carried)
+    def explain_refusal(self, micro_batch: MicroBatch) -> str:
+        return self.base.explain_refusal(micro_batch)
 
-    def evaluate_shapes(
-        self,
-        rows: npt.ArrayLike,
-        encoder_len: npt.ArrayLike,
-        decoder_len: npt.ArrayLike = 0,
-        recompute: Recompute = "none",
-    ) -> MicroBatchCosts:
-        r, e, d = flat_shapes(rows, encoder_len, decoder_len)
-        counted = self.base.evaluate_shapes(r, e, d, recompute)
-        costs = self._with_cluster(counted, r, e, d, np.full(r.shape, recompute))
-        return costs.refusing(counted.forward_ns[0] >= INFEASIBLE)
-
-    def _with_cluster(
-        self,
-        costs: MicroBatchCosts,
-        rows: IntArray,
-        enc: IntArray,
-        dec: IntArray,
-        recompute: npt.NDArray[np.str_],
-        carried: PiecePositions | None = None,
-    ) -> MicroBatchCosts:
-        recompute, is_sliced = split_kinds(recompute)
+    def price(self, features: Features) -> MicroBatchCosts:
+        costs, (enc, dec, *_) = self.base.price(features), features.positions
+        recompute, is_sliced = split_kinds(features.recompute)
         again = (recompute == "full") | (recompute == "stage")
-        tokens = -(-rows * enc // self.strategy.cp)
-        forward_ns, backward_ns = self._collectives_ns(tokens, rows * dec, again)
+        forward_ns, backward_ns = self._collectives_ns(-(-enc // self.strategy.cp), dec, again)
         gather_ns, scatter_ns = self._replicas_ns()
         stored, working = costs.stored_bytes, costs.working_bytes
         if self.plain is not None:
-            is_sliced = self.base.sliced_head.of(is_sliced, rows * enc)
-            stored, working = self._plain_bytes(self.plain, rows * enc, enc, recompute, is_sliced)
+            is_sliced, carried = self.base.chunks_head(is_sliced, enc), features.pieces
+            stored, working = self._plain_bytes(self.plain, enc, features.shapes[1], recompute, is_sliced)
             if carried is not None:
                 spared = self.plain.spared_bytes(carried.own, selective=recompute == "selective")
                 stored = stored - self._layers[:, :1] * (recompute != "full") * spared
@@ -199,7 +166,7 @@ class EstimatedCosts(CostModel):
             stored_bytes=stored,
             working_bytes=working + self.states.buffers[:, None] + self.message_bytes(costs),
             static_bytes=self.states.device.total,
-        )
+        ).refusing(costs.infeasible)
 
     def message_bytes(self, costs: MicroBatchCosts) -> IntArray:
         """Buffers of messages of a micro-batch on every stage: two a direction on either side."""
@@ -210,16 +177,13 @@ class EstimatedCosts(CostModel):
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """The part of the stored bytes of every stage that is the head's: norm, logits; shape (S, M)."""
-        if isinstance(self.base, AnalyticCosts) and self.plain is None:
+        if self.plain is None:
             return self.base.head_bytes(micro_batches)
         head: IntArray = np.zeros((self.num_stages, len(micro_batches)), np.int64)
-        if self.plain is None:
-            head[-1] = self.base.head_bytes(micro_batches)
-            return head
         kept_positions = (0 if m.layer_recompute == "stage" else m.padded_tokens for m in micro_batches)
         positions = np.fromiter(kept_positions, np.int64)
         _, is_sliced = split_kinds(np.array([m.recompute for m in micro_batches], np.str_))
-        head[-1] = self._plain_head_bytes(self.plain, positions, self.base.sliced_head.of(is_sliced, positions))
+        head[-1] = self._plain_head_bytes(self.plain, positions, self.base.chunks_head(is_sliced, positions))
         return head
 
     def _collectives_ns(
@@ -277,7 +241,7 @@ class EstimatedCosts(CostModel):
     def _plain_head_bytes(
         self, plain: PlainLayers, tokens: IntArray, is_sliced: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.int64]:
-        whole, sliced = plain.head_bytes(tokens), self.base.sliced_head.kept_bytes(tokens)
+        whole, sliced = plain.head_bytes(tokens), self.base.chunked_head_bytes(tokens)[0]
         return np.where(is_sliced, whole - plain.logits_bytes(tokens) + sliced, whole)
 
     def _plain_bytes(
@@ -299,7 +263,7 @@ class EstimatedCosts(CostModel):
         stored = layers * kept_bytes + (layers > 0) * shared + head
         of_layer = np.where(layers > 0, plain.layer_working_bytes(tokens, kept_bytes, positions, tied=tied) - head, 0)
         head_working = plain.head_working_bytes(tokens, tied=tied)
-        of_head = is_last * np.where(is_sliced, self.base.sliced_head.working_bytes(tokens), head_working)
+        of_head = is_last * np.where(is_sliced, self.base.chunked_head_bytes(tokens)[1], head_working)
         of_embedding = is_first * plain.embedding_working_bytes(tied=tied) - stored
         return stored, np.maximum(np.maximum(of_layer, of_head), np.maximum(of_embedding, 0))
 
@@ -346,7 +310,7 @@ def estimated_costs(
         ep=strategy.ep,
     )
     base, plain = _counted_costs(architecture, cluster, strategy, precision), None
-    if isinstance(base, AnalyticCosts) and not cluster.device.is_fused and PlainLayers.know(architecture):
+    if not architecture.num_decoder_layers and not cluster.device.is_fused and PlainLayers.know(architecture):
         refuse_spread(topology, "an estimate of operators one by one")
         plain = PlainLayers.of(base, packed=layout == "packed")
     return EstimatedCosts(
@@ -365,24 +329,13 @@ def estimated_costs(
 
 def _counted_costs(
     architecture: Architecture, cluster: Cluster, strategy: Strategy, precision: Precision
-) -> AnalyticCosts | EncoderDecoderCosts:
+) -> AnalyticCosts:
     """What the padded model's own layers cost, without what the strategy adds to them."""
     topology, flops_per_s = strategy.weight_topology, cluster.flops_per_s(precision)
     padded = architecture.padded(topology.tp)
     value_bytes: Literal[2, 4] = 4 if precision == "fp32" else 2
     # An engine of ZeRO 3 gathers a head's weight for its own forward alone.
     head_slice = HEAD_SLICE if strategy.zero_stage < 3 else 0
-    if architecture.num_decoder_layers:
-        return EncoderDecoderCosts(
-            architecture=padded,
-            topology=topology,
-            flops_per_s=flops_per_s,
-            links=cluster.links,
-            layer_overhead_ns=LAYER_OVERHEAD_NS,
-            activation_bytes_per_value=value_bytes,
-            sequence_parallel=strategy.sequence_parallel,
-            head_slice=head_slice,
-        )
     return AnalyticCosts(
         padded,
         topology,

@@ -9,7 +9,6 @@ from typing import Any
 
 from dynapipe_ext.costs.adjustments import ADJUSTMENTS, adjust, adjustment_from_json
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts, as_cost_model
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -78,10 +77,8 @@ def read_run_costs(path: str | Path) -> tuple[CostModel, int | None]:
 
 def _prices_from_json(raw: Mapping[str, Any]) -> CostModel:
     match raw.get("kind"):
-        case "analytic":
+        case "analytic" | "encoder-decoder":
             return AnalyticCosts.from_json(raw)
-        case "encoder-decoder":
-            return EncoderDecoderRunCosts.from_json(raw)
         case "table":
             return CostTable.from_json(raw)
         case "tokens":

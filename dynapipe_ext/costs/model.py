@@ -205,47 +205,6 @@ def within_layers(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlicedHead:
-    """What a last stage's head in slices of `slice_len` positions takes in the place of a whole one's; a model of `tp`
-    ranks computes in values of `value_bytes`, with hidden states of `hidden_size`.
-
-    B computes the product a second time, slice by slice, and all weight gradients at once, which leaves W none. Two
-    fp32 numbers a position are kept in the place of logits. Working bytes: a slice's logits in fp32 and in the width of
-    values, the weight's gradient (of 16-bit weights added up in fp32) with a slice's own, and the gradient of the
-    head's input, which sequence parallelism also gathers.
-    """
-
-    slice_len: int
-    hidden_size: int
-    columns: int  # of the vocabulary, on one rank
-    value_bytes: int
-    divided: bool = False  # sequence parallelism
-
-    def __post_init__(self) -> None:
-        if type(self.slice_len) is not int or self.slice_len < 0:
-            raise ConfigError(f"head_slice is {self.slice_len} but must be positions, from 1 on, or 0 for whole heads")
-
-    def of(self, sliced: npt.NDArray[np.bool_], positions: IntArray) -> npt.NDArray[np.bool_]:
-        """Which of the micro-batches that ask for slices have more positions than one. Errors: PlanError where costs
-        have no price for any."""
-        if sliced.any() and not self.slice_len:
-            raise PlanError(
-                'these costs have no price for a head in slices: give recompute "none", "selective", "full" or'
-                ' "stage", or counted costs with head_slice'
-            )
-        return sliced & (positions > self.slice_len)
-
-    def kept_bytes(self, positions: IntArray) -> IntArray:
-        return 2 * 4 * positions
-
-    def working_bytes(self, positions: IntArray) -> IntArray:
-        width = self.value_bytes
-        values = (4 + width) * self.columns * (np.minimum(positions, self.slice_len) + self.hidden_size)
-        whole: IntArray = values + (2 if self.divided else 1) * width * self.hidden_size * positions
-        return whole
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What a cost model knows beside prices. The defaults hold for a model that knows nothing more.
 

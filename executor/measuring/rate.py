@@ -25,7 +25,6 @@ import torch.distributed as dist
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.stages.chunk_runner import StoredBytes
@@ -289,14 +288,13 @@ def _more(architecture: Architecture) -> list[Architecture]:
 def _costs(architecture: Architecture, dtype: str, micro_batches: list[MicroBatch], *, flash: bool) -> MicroBatchCosts:
     """Counted costs; at 1 GFLOP/s and without overhead, nanoseconds are FLOPs."""
     width: Literal[2, 4] = 4 if dtype == "float32" else 2
-    padded, topology = architecture.padded(), Topology()
-    if architecture.num_decoder_layers:
-        pairs = EncoderDecoderRunCosts(
-            architecture=padded, topology=topology, flops_per_s=1e9, activation_bytes_per_value=width
-        )
-        return pairs.evaluate(micro_batches)
     unit = AnalyticCosts(
-        padded, topology, flops_per_s=1e9, overhead_ns=0, activation_bytes_per_value=width, flash=flash
+        architecture.padded(),
+        Topology(),
+        flops_per_s=1e9,
+        overhead_ns=0,
+        activation_bytes_per_value=width,
+        flash=flash,
     )
     return unit.evaluate(micro_batches)
 

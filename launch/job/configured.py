@@ -33,7 +33,6 @@ from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, refuse_s
 from dynapipe_ext.costs.adapters import adapter_costs, with_idle_weights
 from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, state_bytes
@@ -51,7 +50,6 @@ from dynapipe_ext.settings.tables import ModelSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import percent, seconds
 
-CountedCosts = AnalyticCosts | EncoderDecoderRunCosts
 _OURS = "dynapipe-ext"
 
 
@@ -242,18 +240,15 @@ def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:
 
 def analytic_costs(
     config: TrainConfig, architecture: Architecture, *, flops_per_s: float, overhead_ns: int
-) -> CountedCosts:
+) -> AnalyticCosts:
     """Counted FLOPs at a given rate, counted bytes; `overhead_ns` of an action, or of a layer of an encoder-decoder."""
-    padded = architecture.padded()
+    costs = AnalyticCosts(architecture.padded(), Topology(), flops_per_s=flops_per_s, overhead_ns=overhead_ns)
     if architecture.num_decoder_layers:
-        pairs = EncoderDecoderRunCosts(
-            architecture=padded, topology=Topology(), flops_per_s=flops_per_s, layer_overhead_ns=overhead_ns
-        )
-        return configured_costs(config, pairs)
-    return configured_costs(config, AnalyticCosts(padded, Topology(), flops_per_s=flops_per_s, overhead_ns=overhead_ns))
+        costs = replace(costs, overhead_ns=0, layer_overhead_ns=overhead_ns)
+    return configured_costs(config, costs)
 
 
-def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
+def configured_costs(config: TrainConfig, costs: AnalyticCosts) -> AnalyticCosts:
     """Rates and factors as they were measured; what follows from the settings (topology, dtype, sharding) from them."""
     plan, width = config.plan, 4 if config.model.dtype == "float32" else 2
     settled: dict[str, Any] = {

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.costs.adjustments import adjust, fitted_times
-from dynapipe_ext.costs.analytic import MeasuredAdapters
+from dynapipe_ext.costs.analytic import AnalyticCosts, MeasuredAdapters
 from dynapipe_ext.costs.interchange import read_cost_file, run_costs_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import read_manifest
 from dynapipe_ext.launch.job.configured import (
-    CountedCosts,
     analytic_costs,
     architecture_of,
     configured_costs,
@@ -178,7 +177,7 @@ def costs_of_settings(
     for counted costs of another model.
     """
 
-    def configured(counted: CountedCosts) -> CountedCosts:
+    def configured(counted: AnalyticCosts) -> AnalyticCosts:
         ids = counted.architecture.vocab_size if vocab_size is None else vocab_size
         architecture = architecture_of(config, ids).padded()
         if counted.architecture != architecture:
@@ -192,7 +191,7 @@ def costs_of_settings(
     return costs.over(topology_of(config))[0].recounted(configured)
 
 
-def kept_on_host(costs: CountedCosts) -> CountedCosts:
+def kept_on_host(costs: AnalyticCosts) -> AnalyticCosts:
     """Without what an engine offloads, as ranks that compute on the host keep it."""
     unmoved: dict[str, Any] = {} if costs.facts.has_decoder else {"offload": "none"}
     return replace(costs, **unmoved)

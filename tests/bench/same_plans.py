@@ -31,7 +31,6 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_le
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.adjustments import FrozenWeights, adjust, times_by_letter
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.features import count_positions
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times
 from dynapipe_ext.costs.model import CostModel
@@ -171,9 +170,7 @@ def counted(shared: Path) -> Iterator[tuple[str, Callable[[], str]]]:
     pairs = sample_lengths([(s.encoder, 1 + s.encoder // 7) for s in samples])
     for name, placement in (("linear", ()), ("v", placement_of("v", 4))):
         topology = Topology(tp=2, pp=4, dp=2, placement=placement)
-        costs = EncoderDecoderRunCosts(
-            architecture=preset("t5-11b"), topology=topology, flops_per_s=350e12, layer_overhead_ns=60_000
-        )
+        costs = AnalyticCosts(preset("t5-11b"), topology, flops_per_s=350e12, overhead_ns=0, layer_overhead_ns=60_000)
         for layout in ("padded", "packed"):
             for split in (False, True):
                 planner = Planner(topology, costs, 140e9, layout=layout, split_backward=split)

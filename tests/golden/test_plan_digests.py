@@ -23,7 +23,6 @@ import pytest
 from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.proven_step import prove_step
@@ -132,9 +131,7 @@ def cases() -> Iterator[tuple[str, Callable[[], str]]]:
     pairs = sample_lengths([(n, 1 + n // 7) for n in lengths(80)])
     for name in ("linear", "v"):
         topology = _topology(name, tp=2)
-        costs = EncoderDecoderRunCosts(
-            architecture=preset("t5-11b"), topology=topology, flops_per_s=350e12, layer_overhead_ns=60_000
-        )
+        costs = AnalyticCosts(preset("t5-11b"), topology, flops_per_s=350e12, overhead_ns=0, layer_overhead_ns=60_000)
         for split in (False, True):
             form = ActivationFormat(1024, "bfloat16", first_decoder_stage=topology.num_stages // 2)
             planner = Planner(

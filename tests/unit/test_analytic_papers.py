@@ -164,7 +164,7 @@ def test_expert_parallel_ranks_hold_their_share_of_experts_and_divide_states_ove
     assert one - eight == experts * 7 // 8
     model = AnalyticCosts(MIXTRAL, Topology(dp=8), ep=4, zero_stage=1)
     rest = 46_702_792_704 - experts
-    assert model.static_parts().optimizer.tolist() == [12 * rest // 8 + 12 * (experts // 4) // 2]
+    assert model.states.device.optimizer.tolist() == [12 * rest // 8 + 12 * (experts // 4) // 2]
 
 
 def test_expert_parallelism_leaves_the_work_of_evenly_loaded_ranks_alone() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.states import count_parameters
@@ -23,7 +23,7 @@ T5 = Architecture.t5(
     num_layers=4, num_decoder_layers=4, hidden_size=64, num_heads=4, ffn_hidden_size=128, gated_mlp=True,
     vocab_size=512, max_seq_len=128, tied_embeddings=True,
 )  # fmt: skip
-COSTS = EncoderDecoderRunCosts(architecture=T5, topology=Topology(pp=4), flops_per_s=1e12)
+COSTS = AnalyticCosts(overhead_ns=0, architecture=T5, topology=Topology(pp=4), flops_per_s=1e12)
 PAIRS = tuple(SampleLength(i, 20 + i, 5 + i, 5 + i) for i in range(4))
 
 

@@ -18,7 +18,6 @@ from dynapipe_ext.batch.micro_batches import (
 )
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
@@ -29,8 +28,8 @@ from dynapipe_ext.schedules.planner import Planner
 LLAMA = preset("llama-3-8b")
 WHOLE = AnalyticCosts(LLAMA, Topology(tp=2, pp=4), sequence_parallel=True, split_backward=True)
 SLICED = replace(WHOLE, head_slice=HEAD_SLICE)
-PAIRS = EncoderDecoderRunCosts(
-    architecture=Architecture.t5(
+PAIRS = AnalyticCosts(
+    overhead_ns=0, architecture=Architecture.t5(
         num_layers=4, num_decoder_layers=4, hidden_size=64, num_heads=4, ffn_hidden_size=128, vocab_size=32_000,
         max_seq_len=4096, tied_embeddings=True, gated_mlp=False,
     ),

@@ -11,7 +11,6 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.estimated import Strategy, estimated_costs
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.model import CostModel
@@ -54,8 +53,8 @@ MODELS: dict[str, CostModel] = {
     "counted": AnalyticCosts(LLAMA, Topology(tp=2, pp=4), sequence_parallel=True, head_bytes_factor=1.2),
     "tokens": TokenCosts(3, ns_per_token_squared=2, transfer_bytes_per_token=8),
     "measured": measured(),
-    "pairs": EncoderDecoderRunCosts(
-        architecture=T5, topology=Topology(tp=2, pp=4), flops_per_s=1e12, layer_bytes_factor=1.3, split_backward=True,
+    "pairs": AnalyticCosts(
+        T5, Topology(tp=2, pp=4), flops_per_s=1e12, overhead_ns=0, layer_bytes_factor=1.3, split_backward=True,
         sequence_parallel=True,
     ),
     "on GPUs": on_a_cluster("a100"),

@@ -14,7 +14,6 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, TimeCorrection, adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.blocks import BlockAttention
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import CostModel, as_cost_model
@@ -155,8 +154,12 @@ def test_costs_that_do_not_know_what_attention_exchanges_are_refused_by_name() -
 
 
 PAIRS = [MicroBatch((SampleLength(0, 90, 30, 30), SampleLength(1, 20, 18, 18)), "packed", pad_multiple=4)]
-T5 = EncoderDecoderRunCosts(
-    architecture=preset("t5-small").padded(), topology=Topology(tp=2, pp=4, dp=8), flops_per_s=1e9, width_tax=0.0
+T5 = AnalyticCosts(
+    overhead_ns=0,
+    architecture=preset("t5-small").padded(),
+    topology=Topology(tp=2, pp=4, dp=8),
+    flops_per_s=1e9,
+    width_tax=0.0,
 )
 
 

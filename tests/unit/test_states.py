@@ -122,7 +122,7 @@ def test_states_that_cannot_be_are_refused_by_name(settings: dict[str, Any], mes
 
 def test_the_analytic_model_separates_weights_gradients_and_optimizer() -> None:
     model = AnalyticCosts(SMALL, Topology(pp=2, dp=4), zero_stage=1)
-    parts = model.static_parts()
+    parts = model.states.device
     assert (parts.gradients == 2 * parts.weights).all()
     assert (parts.weights + parts.gradients + parts.optimizer).tolist() == model.static_bytes().tolist()
     assert parts.optimizer.tolist() == [-(-6 * int(n) // 4) for n in parts.weights]
@@ -149,7 +149,7 @@ def test_the_analytic_model_takes_every_recipe_for_16_bit_weights() -> None:
     for recipe in ("megatron", "mixed", "deepspeed"):
         model = AnalyticCosts(SMALL, Topology(pp=2, dp=4), state_recipe=recipe)
         count = count_parameters(SMALL, Topology(pp=2)).total
-        parts = model.static_parts()
+        parts = model.states.device
         for part, width in zip(
             (parts.weights, parts.gradients, parts.optimizer), BYTES_PER_PARAMETER[recipe], strict=True
         ):

@@ -13,8 +13,6 @@ import numpy as np
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ZERO_STAGES
-from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, ring_s
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, state_bytes
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -106,9 +104,7 @@ def _tied_s(question: Question, costs: EstimatedCosts, gradient: int) -> float:
 def model_flops(plan: StepPlan, costs: EstimatedCosts) -> float:
     """FLOPs of forward and backward of the real tokens with attention, without recomputation and padding."""
     base = costs.base
-    timed: AnalyticCosts | EncoderDecoderCosts = replace(
-        base, flops_per_s=_TIMED_FLOPS_PER_S, layer_overhead_ns=0, topology=base.topology
-    )
+    timed = replace(base, flops_per_s=_TIMED_FLOPS_PER_S, layer_overhead_ns=0, topology=base.topology)
     samples = [s for m in plan.batch.micro_batches for s in m.samples]
     lengths, counts = np.unique([(s.encoder, s.decoder) for s in samples], axis=0, return_counts=True)
     priced = timed.evaluate_shapes(np.ones(len(lengths), np.int64), lengths[:, 0], lengths[:, 1])

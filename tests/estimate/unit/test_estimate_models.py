@@ -13,7 +13,6 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.estimated import Strategy, estimated_costs
 from dynapipe_ext.costs.states import count_parameters, count_states
 from dynapipe_ext.errors import ConfigError, DataError
@@ -190,7 +189,7 @@ def test_tensor_parallel_sums_cost_what_a_ring_takes():
 def _t5_costs(**changes):
     a = preset("t5-3b")
     values = {"topology": Topology(), "flops_per_s": 1e12, "links": A100.links}
-    return a, EncoderDecoderCosts(architecture=a, **{**values, **changes})
+    return a, AnalyticCosts(overhead_ns=0, architecture=a, **{**values, **changes})
 
 
 def test_forward_flops_of_an_encoder_decoder_are_two_a_weight_and_token_and_attention():
