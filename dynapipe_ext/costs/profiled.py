@@ -163,7 +163,7 @@ class ProfileRange:
         return [MicroBatch((sample,), "packed", recompute, "carried") for sample in samples]
 
     def packed_rows(self, recompute: Recompute) -> list[MicroBatch]:
-        """Return shapes within `max_tokens` whose price depends on chunked heads of several slices only."""
+        """Return packed rows of one document, of many short ones, and of several; also pairs of unlike sides."""
         short, long = ([side[end] for side in self.sides] for end in (0, 1))
         middle = [max(least, most // 4 // self.multiple * self.multiple) for least, most in self.sides]
         many = max(2, min(_MANY_PIECES, sum(middle) // sum(short)))
@@ -175,7 +175,7 @@ class ProfileRange:
         return [MicroBatch(row, "packed", recompute, pad_multiple=self.multiple) for row in samples]
 
     def in_slices(self, count: int) -> list[MeasuredShape]:
-        """Return shapes within `max_tokens` with so many positions that only several head slices make their price."""
+        """Return shapes within `max_tokens` whose price depends on chunked heads of several slices only."""
         shapes = [s for s in self.grid(3, 3) if _tokens(s) <= self.max_tokens and s[0] * s[-1] >= _CELL * HEAD_SLICE]
         return _spread_over(shapes, count)
 
