@@ -367,7 +367,7 @@ def corrections(seed: int, num_stages: int) -> FittedTimes:
     return FittedTimes(tuple({str(name): one() for name in names[: rng.integers(1, 10)]} for _ in range(num_stages)))
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 10**6),
     base=st.sampled_from(["tokens", "analytic", "experts", "table"]),

@@ -19,6 +19,7 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 NUM_LAYERS = 16
+EFFORT = 60
 SHAPE = Architecture.gpt(
     num_layers=NUM_LAYERS,
     hidden_size=256,
@@ -40,11 +41,11 @@ def planned(planner: Planner, samples: Sequence[SampleLength]) -> StepPlan:
 
 def search(limit_bytes: float = 60e9, architecture: Architecture = SHAPE, *, halves: bool = False) -> PlacementSearch:
     rng = np.random.default_rng(0)
-    batches = [sample_lengths(rng.integers(20, 900, 16).tolist()) for _ in range(2)]
+    batches = [sample_lengths(rng.integers(20, 900, 16).tolist())]
 
     def planner_over(topology: Topology) -> Planner:
         costs = AnalyticCosts(architecture, topology, flops_per_s=1e12, overhead_ns=2000)
-        return Planner(topology, costs, limit_bytes, effort=200)
+        return Planner(topology, costs, limit_bytes, effort=EFFORT)
 
     return PlacementSearch(BASE, planner_over, planned, architecture.num_layers, batches, halves)
 
@@ -125,9 +126,9 @@ def test_layers_that_only_looked_best_with_little_effort_leave_the_place_to_the_
 
     def step_of(planner: Planner, samples: Sequence[SampleLength]) -> StepPlan:
         layers = planner.topology.layers_per_stage
-        if planner.effort == 200 and layers not in with_all:
+        if planner.effort == EFFORT and layers not in with_all:
             with_all.append(layers)
-        if planner.effort == 200 and layers in with_all[1:2]:  # behind even layers
+        if planner.effort == EFFORT and layers in with_all[1:2]:  # behind even layers
             raise PlanError("this one only looked best")
         return planner.plan(samples)
 
