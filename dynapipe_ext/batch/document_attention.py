@@ -1,32 +1,30 @@
-"""Attention of transformers models that restarts at each document: one call each, within its windows and chunks."""
+"""Attention for transformers models that restarts at each document, within its windows and chunks."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from dynapipe_ext.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from dynapipe_ext.batch.packed_attention import DocumentRule
 
 DOCUMENT_ATTENTION = "dynapipe_documents"
 
 
 class Carried(Protocol):
-    """A piece of a cut sample on its way through a stage: keeps keys and values, adds up their gradients."""
+    """A piece of a cut sample on its way through a stage: it caches keys and values, and sums their gradients."""
 
     def attend(
         self, layer: object, queries: Any, keys: Any, values: Any, attention: Callable[..., Any], *, recompute: bool
     ) -> Any:
-        """`attention` of the piece's queries to all keys up to its end, (T, heads, D); `recompute`: in the backward."""
+        """Return `attention` of the piece's queries to all keys up to its end, (T, heads, D); `recompute`: again in the
+        backward."""
         ...
 
 
 class SharedRows(Protocol):
-    """Rows of which this rank has an even slice of `width`; attention sees the others'."""
+    """Rows of which this rank has one of `width` even slices; attention needs all of them."""
 
     @property
     def width(self) -> int: ...
@@ -41,20 +39,20 @@ class SharedRows(Protocol):
         carried: Any,
         recompute: bool,
     ) -> Any:
-        """(P, B, heads, D) of queries, keys and values of P positions; `document_lengths` are those of each whole row,
-        `attention` of lists of documents' queries, keys and values, (positions, heads, D), the queries the last.
-        `carried`, a Carried or None, is the first document's."""
+        """Return (P, B, heads, D) from queries, keys and values of P positions. `document_lengths` are those of each
+        complete row; `attention` receives lists of documents' queries, keys and values, (positions, heads, D), the
+        queries being the last. `carried`, a Carried or None, belongs to the first document."""
         ...
 
 
 def register_document_attention() -> str:
-    """Makes `attn_implementation="dynapipe_documents"` known to transformers; returns that name.
+    """Register `attn_implementation="dynapipe_documents"` with transformers; return that name.
 
-    Work grows with the sum of squared document lengths, where a 4D mask pays for the squared row. Sliding windows and
-    chunks count from the start of each document. Any device; collate with attention="cu_seqlens". Not for soft-capped
-    scores, attention sinks or generation: these are refused.
+    Work grows with the sum of squared document lengths, while a 4D mask pays for the squared row. Sliding windows and
+    chunks count from the start of each document. Any device; collate with attention="cu_seqlens". Soft-capped scores,
+    attention sinks and generation are rejected.
     """
-    transformers = importlib.import_module("transformers")  # optional, so unknown to type checkers where it is absent
+    transformers = importlib.import_module("transformers")  # optional, so unknown to type checkers without it
     transformers.AttentionInterface.register(DOCUMENT_ATTENTION, _document_attention)
     return DOCUMENT_ATTENTION
 
@@ -76,10 +74,10 @@ def _document_attention(
     joined: SharedRows | None = None,
     **_: Any,
 ) -> tuple[Any, None]:
-    """One call a document. Shapes: (B, heads, S, D) -> (B, S, heads, D); borders in the flattened B x S.
+    """Attend within documents. Shapes: (B, heads, S, D) -> (B, S, heads, D); offsets in the flattened B x S.
 
     `carried` is the piece of a cut sample that the first document of a row is (see `Carried`), or None. With `joined`
-    (see `SharedRows`) borders are of whole rows, of which the tensors are a slice.
+    (see `SharedRows`) offsets are those of complete rows, of which the tensors are a slice.
     """
     from dynapipe_ext.batch.packed_attention import DocumentRule
 
@@ -93,11 +91,16 @@ def _document_attention(
     if chunk := _chunk_of(module):  # a position looks back to the start of its chunk: chunks are documents of their own
         lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    if carried is not None:
-        _refuse_pieces(module, sliding_window, chunk, causal)
-    rule = DocumentRule(scale=scaling, is_causal=causal, window=sliding_window, dropout=dropout)
+    if carried is not None and (sliding_window or chunk or not causal):
+        raise ConfigError(
+            f"{type(module).__name__} attends in windows ({sliding_window}) or chunks ({chunk}), or ahead, which pieces"
+            " of a cut sample do not support: plan whole samples"
+        )
     if joined is not None and not causal:
-        raise ConfigError(f"{type(module).__name__} attends ahead, which joined ranks do not: plan with width 1")
+        raise ConfigError(
+            f"{type(module).__name__} attends ahead, which context parallelism does not support: plan with width 1"
+        )
+    rule = DocumentRule(scale=scaling, is_causal=causal, window=sliding_window, dropout=dropout)
     return _attend(module, (query_BHSD, key_BHSD, value_BHSD), lengths, rule, carried, joined), None
 
 
@@ -105,11 +108,11 @@ def _attend(
     module: Any,
     tensors_BHSD: tuple[Any, Any, Any],
     lengths: list[int],
-    rule: DocumentRule,
+    rule: Any,
     carried: Carried | None,
     joined: SharedRows | None,
 ) -> Any:
-    """What queries, keys and values of documents of `lengths` attend to, (B, S, heads, D)."""
+    """Return the results of documents of `lengths`, (B, S, heads, D)."""
     import torch
 
     from dynapipe_ext.batch.packed_attention import Borders, attend_documents, kernel_for
@@ -118,17 +121,17 @@ def _attend(
     device = tensors_BHSD[0].device
     recompute = not rule.dropout and kernel_for(tensors_BHSD[0], rule) is None
 
-    def attend(q_THD: Any, k_THD: Any, v_THD: Any) -> Any:
-        return attend_each([q_THD], [k_THD], [v_THD])
-
     def attend_each(*documents: Sequence[Any]) -> Any:
         queries, keys = (Borders.of([len(x) for x in of], device) for of in documents[:2])
         q_THD, k_THD, v_THD = (of[0] if len(of) == 1 else torch.cat(list(of)) for of in documents)
         return attend_documents(q_THD, k_THD, v_THD, queries, rule, keys=keys)
 
+    def attend_one(q_THD: Any, k_THD: Any, v_THD: Any) -> Any:
+        return attend_each([q_THD], [k_THD], [v_THD])
+
     if joined is not None:
         slices_PBHD = [x.permute(2, 0, 1, 3) for x in tensors_BHSD]
-        of_row = _of_each_row(lengths, sum(lengths) // batch)
+        of_row = _lengths_per_row(lengths, sum(lengths) // batch)
         out_PBHD = joined.attend(module, slices_PBHD, of_row, attend_each, carried=carried, recompute=recompute)
         return out_PBHD.transpose(0, 1)
     documents = [x.transpose(1, 2).flatten(0, 1) for x in tensors_BHSD]
@@ -136,7 +139,7 @@ def _attend(
     if carried is not None:
         own, *lengths = lengths
         q_THD, k_THD, v_THD = (x[:own] for x in documents)
-        outputs = [carried.attend(module, q_THD, k_THD, v_THD, attend, recompute=recompute)]
+        outputs = [carried.attend(module, q_THD, k_THD, v_THD, attend_one, recompute=recompute)]
         documents = [x[own:] for x in documents]
     if lengths:
         q_THD, k_THD, v_THD = documents
@@ -144,29 +147,20 @@ def _attend(
     return torch.cat(outputs).reshape(batch, row_len, heads, -1)
 
 
-def _refuse_pieces(module: Any, window: int | None, chunk: int | None, causal: bool) -> None:
-    """Errors: ConfigError for attention that does not go on from piece to piece of a cut sample."""
-    if window or chunk or not causal:
-        raise ConfigError(
-            f"{type(module).__name__} attends in windows ({window}) or chunks ({chunk}), or ahead, which does"
-            " not go on from piece to piece of a cut sample: plan whole ones"
-        )
-
-
-def _of_each_row(lengths: list[int], row_len: int) -> list[int]:
-    """Of documents of rows end to end those of the first. Errors: DataError where the others have other ones."""
+def _lengths_per_row(lengths: list[int], row_len: int) -> list[int]:
+    """Return the lengths of the first row's documents. Raises DataError unless all rows have the same ones."""
     ends = list(accumulate(lengths))
     own, num_rows = lengths[: ends.index(row_len) + 1] if row_len in ends else [], ends[-1] // row_len
     if own * num_rows != lengths:
-        raise DataError(f"{num_rows} rows of {row_len} positions have other documents each: pack single rows")
+        raise DataError(f"{num_rows} rows of {row_len} positions have different documents: pack single rows")
     return own
 
 
 def _document_lengths(borders: Any, num_rows: int, row_len: int, num_keys: int, width: int) -> list[int]:
-    """Errors: ConfigError without borders, or with keys of a cache; DataError for borders of other rows."""
+    """Return document lengths. Raises ConfigError without offsets or with cached keys; DataError for other rows."""
     if borders is None or num_keys != row_len:
         raise ConfigError(
-            f"{DOCUMENT_ATTENTION} got no document borders for rows of {row_len} positions (or a cache of"
+            f"{DOCUMENT_ATTENTION} got no document offsets for rows of {row_len} positions (or a cache of"
             f' {num_keys}): collate with attention="cu_seqlens", and load the model with sdpa to generate'
         )
     lengths: list[int] = borders.diff().tolist()
@@ -178,7 +172,7 @@ def _document_lengths(borders: Any, num_rows: int, row_len: int, num_keys: int, 
 
 
 def _chunk_of(module: Any) -> int | None:
-    """Positions of a chunk where this layer attends in chunks (Llama 4), else None."""
+    """Return the positions of a chunk if this layer attends in chunks (Llama 4), else None."""
     config = getattr(module, "config", None)
     size, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None)
     if not size or not kinds:

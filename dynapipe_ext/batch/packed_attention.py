@@ -99,7 +99,7 @@ def load_kernel(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, str]:
         parameters = inspect.signature(function).parameters
     except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
         packages = accumulate(kernel.module.split("."), "{}.{}".format)
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name in packages
+        is_absent = isinstance(error, ModuleNotFoundError) and (error.name or "") in packages
         return None, "" if is_absent else f"broken: {' '.join(str(error).split())}"
     required = set(kernel.arguments.values()) - {_SHARED_HEADS}
     if lacking := [name for name in kernel.arguments.values() if name in required - parameters.keys()]:
