@@ -15,7 +15,7 @@ from typing import Any
 
 from dynapipe_ext.batch.topology import ZERO_STAGES, ZeroStage
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.settings.tables import MEETS_INSIDE, DeepSpeedSettings, OptimizerSettings
+from dynapipe_ext.settings.tables import DeepSpeedSettings, OptimizerSettings
 
 Json = dict[str, Any]
 Tables = dict[str, dict[str, Any]]
@@ -141,8 +141,6 @@ def settings_in(raw: Mapping[str, Any]) -> Tables:
     tables: Tables = {"model": {"backend": "transformers"}, "optimizer": optimizer}
     if enabled != "auto":
         tables["model"]["dtype"] = "bfloat16" if enabled else "float32"
-    if zero_stage(raw) >= MEETS_INSIDE:
-        tables["plan"] = {"replica_counts": "equal"}
     return tables
 
 

@@ -36,7 +36,8 @@ class PlanRules:
     `split_backward` runs backwards as I and W under the adaptive schedule. `recompute` "auto" chooses for each
     micro-batch, and "stage" for samples in pieces alone: others that do not fit with "full" do not fit with "stage"
     either. Where it would recompute or nothing fits, it also tries the kinds with "head", whose logits are never whole.
-    `replica_counts` "equal" gives every replica as many micro-batches. `pieces` cuts samples of more tokens than that,
+    `replica_counts` "equal" gives every replica as many micro-batches; runs
+    decide it by what replicas do together. `pieces` cuts samples of more tokens than that,
     and runs their pieces one after another ("carried" attention); "auto" does so where the step is predicted to end
     earlier. With `noise` the search judges an order by its mean makespan over times that are drawn evenly from
     1 - noise to 1 + noise of the predicted ones; predictions and bounds stay those of the predicted times.
@@ -53,7 +54,7 @@ class PlanRules:
     split_backward: bool = setting(False, "--split-backward", "run B as I and W")
     loss_norm: LossNorm = setting("tokens", "--loss-norm", "divide by target tokens or samples")
     recompute: Literal["auto", Recompute] = setting("auto")
-    replica_counts: Literal["free", "equal"] = setting("free", "--replica-counts", "of micro-batches")
+    replica_counts: Literal["free", "equal"] = "free"
     pieces: Pieces = setting(
         "off",
         "--pieces",

@@ -26,6 +26,7 @@ _SUCCESSORS = {
     ("[checkpoint] background",): "leave it out, as runs on accelerators save so",
     ("[data] prefetch_steps",): "leave it out, as planners stay 2 steps ahead",
     ("--stages-per-rank", "[topology] stages_per_rank"): "leave it out, or name more stages by layers_per_stage",
+    ("--replica-counts", "[plan] replica_counts"): "leave it out, as they are equal if replicas meet inside of these",
     ("[run] tensorboard",): 'use loggers = ["tensorboard"]',
     ("[run] traced_steps",): "leave it out, as the page draws the last 3 steps",
     ("--wandb", "[run] wandb"): "use --loggers wandb, and WANDB_PROJECT for the project's name",

@@ -147,7 +147,7 @@ class TrainConfig:
             )
         check_pieces_of_model(model, plan.pieces, where)  # first: no rule of plans would help such a model
         check_width(topology, model, self.deepspeed.config, where)
-        check_rules(plan, f"{where}: [plan] ", counts_may_be_free=1 < topology.dp in topology.widths)
+        check_rules(plan, f"{where}: [plan] ")
         check_stages(topology, plan, where)
         check_evaluation(self.eval, where)
         if model.from_scratch and model.init_from:

@@ -31,7 +31,7 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predicted
 from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags, settings_of_flags
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
-from dynapipe_ext.tools.console import counted, delivering, output, percent
+from dynapipe_ext.tools.console import counted, delivering, output
 from dynapipe_ext.tools.files import read_json
 from dynapipe_ext.tools.show.plan import (
     certificate_of_file,
@@ -87,7 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(parser, "plan.pieces", "plan.split_backward", "plan.noise")
     parser.add_argument("--forward-only", action="store_true", help="a step of evaluation: forwards alone")
-    add_flags(parser, "plan.replica_counts")
     add_json(parser, "the plan (dynapipe-plan/1)")
 
 
@@ -196,13 +195,6 @@ def _show(made: _Made, args: argparse.Namespace, console: Console) -> None:
     view = of_proven_step(made.proven, planner.topology, planning_s=made.planning_s)
     console.print(rendered_plan(view, width=console.width))
     console.print(certificate_table(made.certificate))
-    if planner.equal_counts and not any(planner.replica_collectives.of_micro_batches):  # which free ones cannot meet
-        free = prove_step(replace(planner, replica_counts="free"), made.samples, step=args.step or 0).step_plan
-        cost = plan.makespan_s / free.makespan_s - 1
-        console.print(
-            f"equal counts cost {percent(cost)}: {plan.makespan_s:.6g} s against {free.makespan_s:.6g} s with free"
-            f" counts ({', '.join(str(len(r.micro_batches)) for r in free.batch.replicas)})"
-        )
 
 
 def _json(made: _Made, args: argparse.Namespace) -> dict[str, Any]:

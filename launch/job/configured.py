@@ -508,15 +508,17 @@ def make_planner(
     """The configured planner; `num_cores` are those that all ranks have together, None on accelerators. The rest is
     that of the configured model, unless it is named: costs may be of a model that the settings do not describe."""
     plan, topology = config.plan, topology or topology_of(config)
+    collectives = collectives or ReplicaCollectives.of_zero(config.deepspeed.zero_stage)
+    counts: Literal["free", "equal"] = "equal" if any(collectives.of_micro_batches) else "free"
     widths, priced = config.topology.widths, costs.facts.priced_widths
     return Planner(
         topology,
         trained_costs(config, costs, topology),
         plan.memory_limit_bytes,
         config.run.seed,
-        **plan.as_keywords(),
+        **plan.as_keywords() | {"replica_counts": counts},
         format=message_format or configured_format(config),
-        collectives=collectives or ReplicaCollectives.of_zero(config.deepspeed.zero_stage),
+        collectives=collectives,
         num_cores=num_cores,
         widths=tuple(width for width in widths if width in (priced or widths))
         if config.topology.context_parallel == "auto" and topology.dp > 1

@@ -196,7 +196,6 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
         requested |= {
             f"schedule {plan.schedule}": plan.schedule not in ("adaptive", "1f1b"),
             "split_backward": plan.split_backward,
-            "replica_counts free": plan.replica_counts == "free",
         }
     if unsupported := [name for name, is_asked in requested.items() if is_asked]:
         raise ConfigError(
@@ -453,8 +452,7 @@ def with_cut(config: TrainConfig, cut: ProvenCut, *, layout_is_named: bool, comp
     if asker or plan.split_policy != TrainConfig().plan.split_policy:
         raise ConfigError(
             f"{asker or f'{plan.split_policy} packs rows'}, but packing is not exact in {name} ({cut.packed_fault}):"
-            " give"
-            " --layout padded" + (" and leave --compare out" if compare else "")
+            " give --layout padded" + (" and leave --compare out" if compare else "")
         )
     return config.with_values(plan={"layout": "padded"})
 

@@ -115,24 +115,6 @@ def test_a_reader_of_the_output_that_has_gone_takes_no_file_with_it(lengths: str
     assert samples(planned(target)) == list(range(len(LENGTHS)))
 
 
-def test_the_cost_of_equal_counts_is_shown(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    makespans_s = {}
-    for counts in ("equal", "free"):
-        target = tmp_path / f"{counts}.json"
-        arguments = ["--lengths", lengths, *SMALL, "--layout", "padded", "--replica-counts", counts]
-        assert plan(*arguments, "--json", str(target)) == 0
-        raw = planned(target)
-        makespans_s[counts] = max(replica["predicted"]["makespan_s"] for replica in raw["replicas"])
-        text = capsys.readouterr().out
-        assert ("equal counts cost" in text) == (counts == "equal")
-        if counts == "equal":
-            assert len({len(replica["micro_batches"]) for replica in raw["replicas"]}) == 1
-            told = text
-    cost = 100 * (makespans_s["equal"] / makespans_s["free"] - 1)
-    equal_s, free_s = (f"{makespans_s[counts]:.6g} s" for counts in ("equal", "free"))
-    assert f"equal counts cost {cost:.1f} %: {equal_s} against {free_s} with free counts" in told
-
-
 def test_the_json_file_trains_every_sample_once(lengths: str, tmp_path: Path) -> None:
     for layout in ("padded", "packed"):
         target = tmp_path / f"{layout}.json"

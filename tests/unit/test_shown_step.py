@@ -198,17 +198,6 @@ def test_what_is_shown_is_what_ranks_get_and_what_the_trace_simulates_under_a_ti
     assert replanned  # or nothing was tight
 
 
-def test_equal_counts_are_held_against_free_ones_that_ranks_would_run(
-    tight: tuple[Path, TrainConfig, AnalyticCosts], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, _, _ = tight
-    free_s = max(replica["predicted"]["makespan_s"] for replica in shown(path, 0))
-    capsys.readouterr()
-    flags = ["--config", str(path), "--lengths", str(path.with_name("lengths.npy")), "--replica-counts", "equal"]
-    assert cli.main(["plan", *flags]) == 0
-    assert f"against {free_s:.6g} s with free counts" in capsys.readouterr().out
-
-
 def test_placements_are_judged_by_steps_that_ranks_would_run(tight: tuple[Path, TrainConfig, AnalyticCosts]) -> None:
     _, config, costs = tight
     limit_gb = 0.7 * config.plan.memory_limit_gb  # less than is tight: `auto` chooses stages that need less

@@ -355,7 +355,7 @@ def trainable(estimate: Estimate) -> tuple[int, Option] | None:
     return next(((i, o) for i, o in enumerate(ranked, 1) if not train_fault(estimate.question, o.strategy)), None)
 
 
-_DECIDED_RULES = ("layout", "pad_multiple", "recompute", "replica_counts", "pieces")
+_DECIDED_RULES = ("layout", "pad_multiple", "recompute", "pieces")
 
 
 def settings(

@@ -270,14 +270,14 @@ def test_options_are_planned_by_the_rules_that_are_written_for_train(monkeypatch
     for option in estimate(q, QUICK).options:
         config = TrainConfig.from_json(settings(q, option))
         plan = config.plan
-        written.add((plan.layout, plan.recompute, plan.replica_counts, plan.pieces))
+        written.add((plan.layout, plan.recompute, plan.pieces))
         assert any(
             planner.topology.with_layers(q.architecture.num_layers) == topology_of(config)
             and int(planner.memory_limit_bytes) == plan.memory_limit_bytes
-            and planner.as_keywords() | {"effort": plan.effort} == plan.as_keywords()
+            and planner.as_keywords() | {"effort": plan.effort, "replica_counts": "free"} == plan.as_keywords()
             for planner in planners
         )
-    assert written == {("packed", "full", "free", "auto"), ("packed", "full", "equal", "off")}
+    assert written == {("packed", "full", "auto"), ("packed", "full", "off")}
 
 
 def test_of_options_that_are_as_fast_the_one_with_the_least_machinery_comes_first():
