@@ -41,14 +41,19 @@ Machine read_machine(const Fields& problem) {
   return machine;
 }
 
-Costs read_costs(const Fields& problem, const Table<i64, 4>& records, const Table<int, 2>& shapes) {
+Costs make_costs(const Table<int, 2>& shapes) {
   Costs costs;
-  costs.kinds = static_cast<int>(records.shape(0));
-  costs.shapes = static_cast<int>(records.shape(1));
   costs.items = static_cast<int>(shapes.shape(0));
   costs.width = static_cast<int>(shapes.shape(1));
-  costs.records = records.data();
   costs.shape = shapes.data();
+  return costs;
+}
+
+Costs read_costs(const Fields& problem, const Table<i64, 4>& records, const Table<int, 2>& shapes) {
+  Costs costs = make_costs(shapes);
+  costs.kinds = static_cast<int>(records.shape(0));
+  costs.shapes = static_cast<int>(records.shape(1));
+  costs.records = records.data();
   costs.sample_pieces = problem.get<Groups>("sample_pieces");
   costs.sample_of.assign(costs.items, -1);
   require(costs.sample_pieces.empty() || costs.width == 1, "pieces are items that cannot be cut");
@@ -144,9 +149,12 @@ std::pair<Ranges, Groups> levelled(const Table<i64, 2>& work, const Table<i64, 2
     for (int m : group) require(times_held[m]++ == 0, "a cut is in two groups");
   }
   const RankTimes times{static_cast<int>(work.shape(1)), work.data(), head.data(), tail.data(), total.data()};
-  Levelling job(times, shapes.data(), static_cast<int>(shapes.shape(0)), static_cast<int>(shapes.shape(1)), cuts, groups, equal_counts);
-  job.improve(moves, seed);
-  return {job.cuts(), job.groups()};
+  State state{{}, groups, std::vector<int>(groups.size(), 0), std::vector<i64>(groups.size(), 0)};
+  for (auto [first, end] : cuts) state.cuts.push_back({first, end, 0});
+  state = Levelling(times, make_costs(shapes), equal_counts).improve(std::move(state), moves, seed);
+  Ranges ranges;
+  for (const auto& cut : state.cuts) ranges.emplace_back(cut.first, cut.end);
+  return {ranges, state.groups};
 }
 
 // Returns interpolated values [column][place] of a grid, and which places it knows; `places` [axis][place].
