@@ -13,7 +13,7 @@ _PATTERN = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})", re.ASCII)
 
 
 class Kind(Enum):
-    """Kinds of work on a stage, in torch.distributed.pipelining's letters."""
+    """Kinds of work on a stage, named as torch.distributed.pipelining does."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -71,11 +71,11 @@ class PipelineSchedule:
         """Whether some backward runs as I and W."""
         return any(action.kind is Kind.BACKWARD_INPUT for rank in self.ranks for action in rank)
 
-    def lines(self) -> list[list[str]]:
+    def to_lines(self) -> list[list[str]]:
         """Return the actions as text, one list per rank."""
         return [[str(action) for action in rank] for rank in self.ranks]
 
 
-def linear_schedule(name: str, stages: Sequence[Sequence[Action]]) -> PipelineSchedule:
+def make_linear_schedule(name: str, stages: Sequence[Sequence[Action]]) -> PipelineSchedule:
     """Return a schedule with stage s on rank s."""
     return PipelineSchedule(name, tuple(tuple(stage) for stage in stages), tuple(range(len(stages))))

@@ -62,7 +62,7 @@ def from_csv(text: str, name: str = "schedule") -> PipelineSchedule:
     A stage is on the rank whose row names it. The order may not be able to run: see validate. Raises PlanError naming
     row and cell (both from 1): communication or another text that is not an action, a stage on two ranks or on none.
 
-    >>> from_csv("0F0,,0B0\\n1F0,1B0\\n").lines()
+    >>> from_csv("0F0,,0B0\\n1F0,1B0\\n").to_lines()
     [['0F0', '0B0'], ['1F0', '1B0']]
     """
     rows: list[_Row] = []
@@ -111,11 +111,11 @@ def draw(schedule: PipelineSchedule, trace: Trace, *, width: int) -> str:
     fits.
     """
     margin = len(str(len(schedule.ranks) - 1))
-    rows = picture(schedule, trace, width=width)
+    rows = draw_cells(schedule, trace, width=width)
     return "".join(f"{rank:>{margin}} |{''.join(text for text, _ in row)}|\n" for rank, row in enumerate(rows))
 
 
-def picture(schedule: PipelineSchedule, trace: Trace, *, width: int) -> list[list[tuple[str, Kind | None]]]:
+def draw_cells(schedule: PipelineSchedule, trace: Trace, *, width: int) -> list[list[tuple[str, Kind | None]]]:
     """Return the rows of `draw` as texts: an action's with its kind, or dots and None while the rank is idle."""
     start_s = min((span.start_s for span in trace.spans), default=0.0)
     scale = width / trace.makespan_s if trace.makespan_s > 0 else 0.0
@@ -209,7 +209,7 @@ def _replica_json(
     if bounds is not None:
         numbers = asdict(bounds).items()
         predicted["bounds"] = {name.replace("_ns", "_s"): ns / 1e9 for name, ns in numbers if ns is not None}
-    body: dict[str, Any] = {"name": schedule.name, "stages": schedule.lines()}
+    body: dict[str, Any] = {"name": schedule.name, "stages": schedule.to_lines()}
     if schedule.stage_ranks != tuple(range(len(schedule.ranks))):
         body["placement"] = list(schedule.stage_ranks)
     return {

@@ -165,10 +165,10 @@ def _list_neighbours(topology: Topology, *, halves: bool) -> Iterator[Topology]:
             yield replace(topology, layers_per_stage=tuple(moved))
 
 
-def sampled_batches(num_batches: int) -> tuple[int, ...]:
+def sample_batches(num_batches: int) -> tuple[int, ...]:
     """Return the numbers of a few batches spread evenly over an epoch.
 
-    >>> sampled_batches(100), sampled_batches(2)
+    >>> sample_batches(100), sample_batches(2)
     ((0, 33, 66), (0, 1))
     """
     count = min(_SAMPLED, num_batches)

@@ -33,7 +33,7 @@ from dynapipe_ext.partitioning.halving import finer_splits
 from dynapipe_ext.partitioning.pieces import PieceChoice, PieceChoices, piece_sizes
 from dynapipe_ext.partitioning.rules import check_enough
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import batch_floor
+from dynapipe_ext.schedules.evaluation.bounds import find_batch_floor
 from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 from dynapipe_ext.schedules.planner_checks import (
     check_bounds,
@@ -45,7 +45,7 @@ from dynapipe_ext.schedules.planner_checks import (
     class_of_costs,
     room_of,
 )
-from dynapipe_ext.schedules.published.by_name import schedule_of_costs
+from dynapipe_ext.schedules.published.by_name import make_schedule_of_costs
 from dynapipe_ext.schedules.rounds import in_rounds, takes_rounds
 from dynapipe_ext.schedules.search.flow_shop import order_forwards
 from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize_best
@@ -472,7 +472,7 @@ class Planner(PlanRules):
         """No plan of these samples ends earlier, whole or also in pieces; 0 where no such bound is known."""
         ranks, dp, limit = self.topology.stage_ranks, self.topology.num_replicas, int(self.memory_limit_bytes)
         options = {"split": self.split_backward, "packed": self.layout == "packed", "pieces": pieces}
-        floor = batch_floor(self.costs, samples, ranks, memory_limit_bytes=limit, **options)
+        floor = find_batch_floor(self.costs, samples, ranks, memory_limit_bytes=limit, **options)
         return 0 if floor is None else floor.bound_ns(dp)
 
     @property
@@ -530,7 +530,7 @@ class Planner(PlanRules):
         """Of several splits under a published schedule, the one that ends first."""
         plans: list[StepPlan] = []
         refusal: PlanError | None = None
-        named = partial(schedule_of_costs, self.schedule, self.topology.stage_ranks, int(self.memory_limit_bytes))
+        named = partial(make_schedule_of_costs, self.schedule, self.topology.stage_ranks, int(self.memory_limit_bytes))
         for replicas in splits:
             try:
                 priced = replica_costs(self.costs, replicas)

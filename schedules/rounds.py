@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import mean_makespan_ns, peak_bytes
+from dynapipe_ext.schedules.evaluation.simulate import compute_mean_makespan_ns, compute_peak_bytes
 from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 from dynapipe_ext.schedules.step_plan import StepPlan
 
@@ -41,6 +41,6 @@ def _sooner(schedule: PipelineSchedule, costs: MicroBatchCosts, limit_bytes: int
     table = interleaved_1f1b(num_ranks, len(order), schedule.num_stages // num_ranks)
     ranks = tuple(tuple(Action(a.stage, a.kind, order[a.micro_batch]) for a in rank) for rank in table.ranks)
     rounds = PipelineSchedule(schedule.name, ranks, schedule.stage_ranks)
-    if max(peak_bytes(rounds, costs)) > limit_bytes:
+    if max(compute_peak_bytes(rounds, costs)) > limit_bytes:
         return schedule
-    return min(schedule, rounds, key=lambda order: mean_makespan_ns(order, costs, noise))
+    return min(schedule, rounds, key=lambda order: compute_mean_makespan_ns(order, costs, noise))

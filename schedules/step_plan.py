@@ -10,14 +10,14 @@ from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, Replic
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import Certificate, ReplicaBounds, batch_floor, replica_bounds
+from dynapipe_ext.schedules.evaluation.bounds import Certificate, ReplicaBounds, bound_replica, find_batch_floor
 from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
     SpanNs,
-    bubble_ratio,
-    last_end_ns,
-    mean_makespan_ns,
-    peak_bytes,
+    compute_bubble_ratio,
+    compute_mean_makespan_ns,
+    compute_peak_bytes,
+    find_last_end_ns,
     simulate,
     simulate_ns,
     simulate_shared_ns,
@@ -92,7 +92,7 @@ class StepPlan:
         if not noise:
             return self.makespan_ns
         priced = zip(self.schedules, self.costs, strict=True)
-        return max(mean_makespan_ns(schedule, costs, noise) for schedule, costs in priced)
+        return max(compute_mean_makespan_ns(schedule, costs, noise) for schedule, costs in priced)
 
     @property
     def lower_bound_s(self) -> float:
@@ -162,7 +162,7 @@ def predicted(
         if id(costs[d]) in peaks:
             continue
         validate(schedules[d], len(replicas[d]), sample_pieces(replicas[d]), progress=False)
-        held = peaks[id(costs[d])] = peak_bytes(schedules[d], costs[d])
+        held = peaks[id(costs[d])] = compute_peak_bytes(schedules[d], costs[d])
         if memory_limit_bytes is not None and max(held) > memory_limit_bytes:
             raise PlanError(
                 f"replica {d}: {schedules[d].name} needs {max(held)} B on pipeline rank {held.index(max(held))} but the"
@@ -173,7 +173,7 @@ def predicted(
     timed = step_spans([schedules[d] for d in fresh], [costs[d] for d in fresh], cores)
     for d, spans in zip(fresh, timed, strict=True):
         if id(spans) not in by_spans:
-            end_ns, bubble, peak = last_end_ns(spans), bubble_ratio(spans), peaks[id(costs[d])]
+            end_ns, bubble, peak = find_last_end_ns(spans), compute_bubble_ratio(spans), peaks[id(costs[d])]
             by_spans[id(spans)] = Prediction(makespan_ns=end_ns, lower_bound_ns=0, peak_bytes=peak, bubble_ratio=bubble)
         predictions[d] = by_spans[id(spans)]
     return tuple(predictions[d] for d in range(len(schedules)))
@@ -225,7 +225,7 @@ def certify(
     pairs = list(zip(step_plan.schedules, step_plan.costs, strict=True))
     for schedule, priced in pairs:
         if (pair := (id(schedule), id(priced))) not in by_objects:
-            by_objects[pair] = replica_bounds(
+            by_objects[pair] = bound_replica(
                 schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes
             )
     replicas = tuple(by_objects[id(schedule), id(priced)] for schedule, priced in pairs)
@@ -265,7 +265,7 @@ def least_ns(
     pieces = any(m.attention == "carried" for m in micro_batches)
     if not pieces and sum(len(m.samples) for m in micro_batches) != len(samples):
         return None
-    floor = batch_floor(
+    floor = find_batch_floor(
         costs,
         samples,
         stage_ranks,

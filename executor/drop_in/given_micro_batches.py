@@ -17,7 +17,7 @@ from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
+from dynapipe_ext.schedules.evaluation.simulate import compute_peak_bytes
 from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule
 from dynapipe_ext.schedules.search.optimizer import optimize
@@ -115,7 +115,7 @@ class GivenPlanner:
         elif self.pipeline.in_v:  # which is no schedule of Megatron's
             limit = self.pipeline.usable_bytes
         elif self.pipeline.counts_memory:
-            limit = max(peak_bytes(self._of_megatron(), costs))
+            limit = max(compute_peak_bytes(self._of_megatron(), costs))
         else:
             return self._of_megatron()  # where bytes are unknown, its order is the one that is known to fit
         best = optimize(

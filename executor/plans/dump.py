@@ -139,7 +139,7 @@ def replicas_json(step_plan: StepPlan) -> list[dict[str, Any]]:
                     "name": schedule.name,
                     "forward_only": schedule.forward_only,
                     "placement": list(schedule.stage_ranks),
-                    "stages": schedule.lines(),
+                    "stages": schedule.to_lines(),
                 },
                 "predicted": asdict(prediction) | {"peak_bytes": list(prediction.peak_bytes)},
                 "trace": [asdict(span) | {"shape": list(span.shape)} for span in trace.spans],

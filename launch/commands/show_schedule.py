@@ -11,9 +11,9 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, did_you_mean
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
+from dynapipe_ext.schedules.evaluation.simulate import compute_peak_bytes
 from dynapipe_ext.schedules.notation import to_csv
-from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, make_published_schedule
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.search.optimizer import optimize
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         if limit_bytes is None:
             ranks = range(max(stage_ranks) + 1)
             natural = one_f_one_b(len(ranks), num_micro_batches)
-            limit_bytes = max(peak_bytes(natural, rank_costs(ranks, num_micro_batches, times, factors)))
+            limit_bytes = max(compute_peak_bytes(natural, rank_costs(ranks, num_micro_batches, times, factors)))
         schedule = _for_costs(args, costs, stage_ranks, limit_bytes)
         provenance += f"; at most {limit_bytes / 1e6:.4g} MB a rank"
     else:
@@ -159,7 +159,9 @@ def _schedule(args: argparse.Namespace) -> tuple[PipelineSchedule, dict[int, Pie
     if args.schedule not in PUBLISHED:
         return read_schedule(args.schedule, replica=args.replica)
     num_ranks, num_micro_batches = _counts(args)
-    return published_schedule(args.schedule, num_ranks, num_micro_batches, stages_per_rank=args.stages_per_rank), {}
+    return make_published_schedule(
+        args.schedule, num_ranks, num_micro_batches, stages_per_rank=args.stages_per_rank
+    ), {}
 
 
 def _shape(args: argparse.Namespace) -> tuple[tuple[int, ...], int]:

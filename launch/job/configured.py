@@ -41,7 +41,7 @@ from dynapipe_ext.errors import ConfigError, LowMemoryError, PlanError, format_b
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.models.named_models import is_float32_folder
-from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
+from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sample_batches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rivals import Rival, list_rivals
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -577,7 +577,7 @@ def _proven(planner: Planner, samples: Sequence[SampleLength]) -> StepPlan:
 def batches_to_place(config: TrainConfig, lengths: LengthArray) -> SampledBatches:
     """Some of the batches that a run on data of these lengths begins with."""
     batches = global_batches(config, lengths, 0, drop_last=config.data.drop_last)
-    return [sample_lengths(lengths, batches[step]) for step in sampled_batches(len(batches))]
+    return [sample_lengths(lengths, batches[step]) for step in sample_batches(len(batches))]
 
 
 def with_placement(config: TrainConfig, topology: Topology) -> TrainConfig:

@@ -50,7 +50,7 @@ class ReplicaBounds:
         return max(self.stage_ns, self.chain_ns, self.heads_tails_ns, self.byte_time_ns or 0)
 
 
-def replica_bounds(
+def bound_replica(
     placement: PipelineSchedule | Sequence[int],
     costs: MicroBatchCosts,
     *,
@@ -168,7 +168,7 @@ class BatchFloor:
         return max(0, int(max(whole_ns, self.chain_ns)))
 
 
-def batch_floor(
+def find_batch_floor(
     costs: CostModel,
     samples: Sequence[SampleLength],
     stage_ranks: Sequence[int],

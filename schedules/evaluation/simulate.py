@@ -156,16 +156,16 @@ def _check_costs(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
         )
 
 
-def makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> int:
+def compute_makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> int:
     """Return the time from the first start to the last end; 0 for an empty schedule. Raises as simulate_ns."""
-    return last_end_ns(simulate_ns(schedule, costs))
+    return find_last_end_ns(simulate_ns(schedule, costs))
 
 
 _SHARES = 1024  # shares of times are counted in parts of one in this many
 _PAIRS = 8
 
 
-def spread_of(noise: float) -> int:
+def count_spread(noise: float) -> int:
     """Return the largest share of an action's time by which it is perturbed, in 1024ths.
 
     >>> spread_of(0.25)
@@ -174,7 +174,7 @@ def spread_of(noise: float) -> int:
     return round(noise * _SHARES)
 
 
-def mean_makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts, noise: float) -> int:
+def compute_mean_makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts, noise: float) -> int:
     """Return the mean makespan if the times of actions are not as predicted; without noise, that of predicted times.
 
     Ranks run their actions in the planned order, whatever the times turn out to be. The mean is over a few fixed draws
@@ -184,8 +184,8 @@ def mean_makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts, noise: 
     in the other. A makespan is convex in its times, so the mean of a pair is never below the makespan of the predicted
     times, nor below a bound on it. Raises PlanError as `simulate_ns`.
     """
-    if not (spread := spread_of(noise)):
-        return makespan_ns(schedule, costs)
+    if not (spread := count_spread(noise)):
+        return compute_makespan_ns(schedule, costs)
     weight_ns = costs.weight_ns if schedule.is_split else np.zeros_like(costs.weight_ns)
     predicted = np.stack([costs.forward_ns, costs.backward_ns - weight_ns, weight_ns])
     num_kinds, num_stages, count = predicted.shape
@@ -198,18 +198,18 @@ def mean_makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts, noise: 
         more = predicted * drawn // _SHARES
         for forward, gradient, weight in (predicted + more, predicted - more):
             spans = _run(schedule, forward, gradient + weight, gradient, weight, costs.transfer_ns)
-            total_ns += last_end_ns(spans)
+            total_ns += find_last_end_ns(spans)
     return total_ns // (2 * _PAIRS)
 
 
-def last_end_ns(spans: Sequence[Sequence[SpanNs]]) -> int:
+def find_last_end_ns(spans: Sequence[Sequence[SpanNs]]) -> int:
     """Return the makespan of a step whose first action starts at 0; 0 without actions."""
     return max((rank[-1][1] for rank in spans if rank), default=0)
 
 
-def bubble_ratio(spans: Sequence[Sequence[SpanNs]]) -> float:
+def compute_bubble_ratio(spans: Sequence[Sequence[SpanNs]]) -> float:
     """Return idle time over (ranks with actions x makespan); 0 if nothing takes time."""
-    whole_ns = last_end_ns(spans) * sum(1 for rank in spans if rank)
+    whole_ns = find_last_end_ns(spans) * sum(1 for rank in spans if rank)
     return 1.0 - sum(end - start for rank in spans for start, end in rank) / whole_ns if whole_ns else 0.0
 
 
@@ -225,7 +225,7 @@ def simulate(
     spans = simulate_ns(schedule, costs) if spans is None else spans
     times = dict(zip(_KINDS, _times(costs), strict=False))
     rows = []
-    for rank, held in enumerate(static_bytes(schedule, costs)):
+    for rank, held in enumerate(sum_static_bytes(schedule, costs)):
         for index, (action, (start, end)) in enumerate(zip(schedule.ranks[rank], spans[rank], strict=True)):
             place = action.stage, action.micro_batch
             stored = int(costs.stored_bytes[place])
@@ -242,7 +242,7 @@ def simulate(
     return Trace(tuple(row[-1] for row in sorted(rows, key=lambda row: row[:-1])), schedule.name)
 
 
-def static_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
+def sum_static_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
     """Return the static bytes of all stages of each pipeline rank."""
     totals = [0] * len(schedule.ranks)
     for rank, num_bytes in zip(schedule.stage_ranks, costs.static_bytes.tolist(), strict=True):
@@ -250,7 +250,7 @@ def static_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[in
     return tuple(totals)
 
 
-def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
+def compute_peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
     """Return the largest memory of each pipeline rank at any time, with working bytes in `costs.working_in` actions.
 
     During F: held before + stored + working of the micro-batch. During B and I: held (its own stored bytes are part of
@@ -261,7 +261,7 @@ def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int,
     _check_costs(schedule, costs)
     check_range(costs.stored_bytes, costs.working_bytes, costs.static_bytes)
     counted = [kind.value in costs.working_in for kind in _KINDS]
-    held = (costs.stored_bytes, costs.working_bytes, list(static_bytes(schedule, costs)))
+    held = (costs.stored_bytes, costs.working_bytes, list(sum_static_bytes(schedule, costs)))
     return tuple(_call_core(native.peak_bytes, schedule, *held, counted))
 
 

@@ -29,7 +29,7 @@ PUBLISHED: Mapping[str, Callable[..., PipelineSchedule]] = MappingProxyType(
 _STAGES_PER_RANK = {"zb-v": 2, "v-half": 2}
 
 
-def published_schedule(
+def make_published_schedule(
     name: str, num_ranks: int, num_micro_batches: int, *, stages_per_rank: int | None = None
 ) -> PipelineSchedule:
     """Return the schedule of that name in PUBLISHED; only interleaved-1f1b has a choice of `stages_per_rank` (2).
@@ -51,7 +51,7 @@ def published_schedule(
     return PUBLISHED[name](num_ranks, num_micro_batches)
 
 
-def schedule_of_costs(
+def make_schedule_of_costs(
     name: ScheduleName, stage_ranks: Sequence[int], memory_limit_bytes: int, costs: MicroBatchCosts
 ) -> PipelineSchedule:
     """Return the schedule of that name, cyclic included, for one replica's micro-batches; without any, no actions.
@@ -63,4 +63,4 @@ def schedule_of_costs(
         return PipelineSchedule(name, ((),) * num_ranks, tuple(stage_ranks))
     if name == "cyclic":
         return clustered_cyclic(costs, memory_limit_bytes=memory_limit_bytes)
-    return published_schedule(name, num_ranks, count, stages_per_rank=len(stage_ranks) // num_ranks)
+    return make_published_schedule(name, num_ranks, count, stages_per_rank=len(stage_ranks) // num_ranks)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
-from dynapipe_ext.schedules.evaluation.simulate import StageMemory, makespan_ns
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, make_linear_schedule
+from dynapipe_ext.schedules.evaluation.simulate import StageMemory, compute_makespan_ns
 
 _CLUSTERS = 3
 
@@ -51,7 +51,7 @@ def cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int, order: Sequence[i
                 sent.append((backwards[s] if s == last else forwards[s + 1], m))
         for queue, m in sent:
             queue.append(m)
-    return linear_schedule("cyclic", actions)
+    return make_linear_schedule("cyclic", actions)
 
 
 def clustered_cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int) -> PipelineSchedule:
@@ -63,4 +63,4 @@ def clustered_cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int) -> Pipe
     clusters = [part.tolist() for part in np.array_split(np.argsort(time_ns, kind="stable"), _CLUSTERS)]
     orders = dict.fromkeys(tuple(itertools.chain(*chosen)) for chosen in itertools.permutations(clusters))
     schedules = [cyclic(costs, memory_limit_bytes=memory_limit_bytes, order=order) for order in orders]
-    return min(schedules, key=lambda schedule: makespan_ns(schedule, costs))
+    return min(schedules, key=lambda schedule: compute_makespan_ns(schedule, costs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, make_linear_schedule
 
 
 def check_counts(**counts: int) -> None:
@@ -20,12 +20,12 @@ def gpipe(num_stages: int, num_micro_batches: int) -> PipelineSchedule:
 
     Raises PlanError for less than one stage or micro-batch.
 
-    >>> gpipe(2, 2).lines()
+    >>> gpipe(2, 2).to_lines()
     [['0F0', '0F1', '0B0', '0B1'], ['1F0', '1F1', '1B0', '1B1']]
     """
     check_counts(stages=num_stages, micro_batches=num_micro_batches)
     kinds = (Kind.FORWARD, Kind.BACKWARD)
-    return linear_schedule(
+    return make_linear_schedule(
         "gpipe",
         [[Action(s, kind, m) for kind in kinds for m in range(num_micro_batches)] for s in range(num_stages)],
     )
@@ -37,7 +37,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> PipelineSchedule:
     After Narayanan et al. 2021, sec. 2.2.1: stage s begins with S - 1 - s forwards, and holds at most S - s
     micro-batches. Raises PlanError for less than one stage or micro-batch.
 
-    >>> for line in one_f_one_b(3, 4).lines(): print(*line)
+    >>> for line in one_f_one_b(3, 4).to_lines(): print(*line)
     0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
     1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
     2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
@@ -58,7 +58,7 @@ def interleaved_1f1b(
 
     Raises PlanError for less than one rank, micro-batch or stage per rank.
 
-    >>> for line in interleaved_1f1b(2, 3).lines(): print(*line)
+    >>> for line in interleaved_1f1b(2, 3).to_lines(): print(*line)
     0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
     1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2
     """
@@ -81,7 +81,8 @@ def interleaved_1f1b(
 
 
 def _split_rounds(num_ranks: int, num_micro_batches: int) -> list[range]:
-    """
+    """Return the micro-batches of each round.
+
     >>> _split_rounds(4, 8), _split_rounds(4, 11), _split_rounds(4, 3)
     ([range(0, 4), range(4, 8)], [range(0, 6), range(6, 11)], [range(0, 3)])
     """

@@ -17,9 +17,10 @@ from dynapipe_ext.schedules.published.full_backward import check_counts
 _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
-def v_placement(num_ranks: int) -> tuple[int, ...]:
-    """
-    >>> v_placement(3)
+def make_v_placement(num_ranks: int) -> tuple[int, ...]:
+    """Return the rank of each stage.
+
+    >>> make_v_placement(3)
     (0, 1, 2, 2, 1, 0)
     """
     return (*range(num_ranks), *reversed(range(num_ranks)))
@@ -31,7 +32,7 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
     A rank holds at most 2p activations of its stages, that is p micro-batches. This takes M >= 2p - 1; fewer keep the
     order that they have among 2p - 1. Raises PlanError for less than one rank or micro-batch.
 
-    >>> for line in zb_v(2, 3).lines(): print(*line)
+    >>> for line in zb_v(2, 3).to_lines(): print(*line)
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
@@ -41,7 +42,7 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
         tuple(action for action in _list_zb_v_actions(rank, num_ranks, among) if action.micro_batch < num_micro_batches)
         for rank in range(num_ranks)
     ]
-    return PipelineSchedule("zb-v", tuple(ranks), v_placement(num_ranks))
+    return PipelineSchedule("zb-v", tuple(ranks), make_v_placement(num_ranks))
 
 
 def _list_zb_v_actions(rank: int, num_ranks: int, num: int) -> list[Action]:
@@ -73,14 +74,14 @@ def v_half(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
     block's own peak memory: each pass moves to the earliest free slot after its input at which no peak grows, then W
     goes where a rank waits. Raises PlanError for less than one rank or micro-batch.
 
-    >>> for line in v_half(2, 3).lines(): print(*line)
+    >>> for line in v_half(2, 3).to_lines(): print(*line)
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
     1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
     """
     check_counts(ranks=num_ranks, micro_batches=num_micro_batches)
     most = 2 * ((num_ranks + 2) // 2)
     slots = _squeeze(_repeat_block(num_ranks, num_micro_batches), num_ranks, most)
-    return PipelineSchedule("v-half", _fill_waits(slots, num_ranks, most), v_placement(num_ranks))
+    return PipelineSchedule("v-half", _fill_waits(slots, num_ranks, most), make_v_placement(num_ranks))
 
 
 def _repeat_block(num_ranks: int, num: int) -> dict[Action, int]:
@@ -106,7 +107,7 @@ def _repeat_block(num_ranks: int, num: int) -> dict[Action, int]:
 
 def _squeeze(slots: dict[Action, int], num_ranks: int, most: int) -> dict[Action, int]:
     """Move each action, in order of time, to the earliest free slot after its input with at most `most` held."""
-    rank_of, squeezed = v_placement(num_ranks), dict(slots)
+    rank_of, squeezed = make_v_placement(num_ranks), dict(slots)
     taken: list[set[int]] = [set() for _ in range(num_ranks)]
     held = np.zeros((num_ranks, max(slots.values()) + 2), np.int64)
     for action, slot in slots.items():
@@ -132,7 +133,7 @@ def _squeeze(slots: dict[Action, int], num_ranks: int, most: int) -> dict[Action
 
 def _fill_waits(slots: dict[Action, int], num_ranks: int, most: int) -> tuple[tuple[Action, ...], ...]:
     """Return F and I in order of their slots, and the oldest W wherever a rank would wait for an input or memory."""
-    rank_of = v_placement(num_ranks)
+    rank_of = make_v_placement(num_ranks)
     orders: list[list[Action]] = [[] for _ in range(num_ranks)]
     for action in sorted((a for a in slots if a.kind is not _W), key=lambda a: slots[a], reverse=True):
         orders[rank_of[action.stage]].append(action)  # the next one last

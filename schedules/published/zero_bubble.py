@@ -5,7 +5,7 @@ After Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), the
 
 from __future__ import annotations
 
-from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, make_linear_schedule
 from dynapipe_ext.schedules.published.full_backward import check_counts
 
 
@@ -15,14 +15,14 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
     Every rank holds at most p = `num_ranks` micro-batches, as in 1F1B; the bubble is (p - 1)(F + I - W) for M >= p and
     W at most F and I. Raises PlanError for less than one rank or micro-batch.
 
-    >>> for line in zb_h1(3, 4).lines(): print(*line)
+    >>> for line in zb_h1(3, 4).to_lines(): print(*line)
     0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
     1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
     2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
     """
     check_counts(ranks=num_ranks, micro_batches=num_micro_batches)
     ranks = [_list_actions(rank, num_ranks - rank, rank, num_micro_batches) for rank in range(num_ranks)]
-    return linear_schedule("zb-h1", ranks)
+    return make_linear_schedule("zb-h1", ranks)
 
 
 def zb_h2(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
@@ -34,13 +34,13 @@ def zb_h2(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
 
     Raises PlanError for less than one rank or micro-batch.
 
-    >>> for line in zb_h2(2, 4).lines(): print(*line)
+    >>> for line in zb_h2(2, 4).to_lines(): print(*line)
     0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
     1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3
     """
     check_counts(ranks=num_ranks, micro_batches=num_micro_batches)
     ranks = [_list_actions(r, 2 * (num_ranks - r) - 1, 2 * r, num_micro_batches) for r in range(num_ranks)]
-    return linear_schedule("zb-h2", ranks)
+    return make_linear_schedule("zb-h2", ranks)
 
 
 def _list_actions(stage: int, warm_up: int, lag: int, num: int) -> list[Action]:

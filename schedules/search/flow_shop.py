@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns
 from dynapipe_ext.schedules.search.problem import list_start_orders
 from dynapipe_ext.schedules.step_plan import replica_costs
 
@@ -62,7 +62,7 @@ def find_forward_order(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> tu
     for order in (*orders, find_johnson_order(first, last)):
         ordered = costs.take(order)
         schedule = forward_schedule(ordered, stage_ranks)
-        passes.append((makespan_ns(schedule, ordered), order, schedule))
+        passes.append((compute_makespan_ns(schedule, ordered), order, schedule))
     _, order, schedule = min(passes, key=lambda one: one[0])
     return order, schedule
 

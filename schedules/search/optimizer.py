@@ -14,7 +14,7 @@ from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.partitioning.padded import Cut
 from dynapipe_ext.schedules.actions import Action, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import SharedCores, peak_bytes, spread_of, validate
+from dynapipe_ext.schedules.evaluation.simulate import SharedCores, compute_peak_bytes, count_spread, validate
 from dynapipe_ext.schedules.search.problem import (
     NEVER,
     AnnealingSchedule,
@@ -108,7 +108,7 @@ def optimize(
     ranks = tuple(tuple(Action(a.stage, a.kind, cuts[a.micro_batch].first) for a in rank) for rank in found.ranks)
     schedule = replace(found, ranks=ranks)
     validate(schedule, count)
-    peaks = peak_bytes(schedule, costs)
+    peaks = compute_peak_bytes(schedule, costs)
     if max(peaks) > memory_limit_bytes:
         raise PlanError(
             f"the {schedule.name} schedule needs {max(peaks)} B on rank {peaks.index(max(peaks))} but the limit is"
@@ -147,7 +147,7 @@ def optimize_best(starts: Sequence[Start], settings: SearchSettings) -> tuple[in
     if settings.noise:
         # The slowest replica takes no more than a little longer undisturbed.
         undisturbed_ns = state.value[0]
-        noise = spread_of(settings.noise), undisturbed_ns + undisturbed_ns // _STEADY
+        noise = count_spread(settings.noise), undisturbed_ns + undisturbed_ns // _STEADY
         moves = best.first.moves + best.rest.moves
         state = _search_on(replace(problem, noise=noise), state, best.first._replace(moves=moves))
     replicas = tuple(tuple(state.cuts[m] for m in group) for group in state.groups)

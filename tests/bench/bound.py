@@ -14,7 +14,7 @@ from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.partitioning.padded import best_partition
-from dynapipe_ext.schedules.evaluation.bounds import batch_floor
+from dynapipe_ext.schedules.evaluation.bounds import find_batch_floor
 
 
 def free_bound_s(
@@ -24,7 +24,7 @@ def free_bound_s(
     recomputation and splitting of backwards, and with `pieces` however it cuts samples: the least work of the whole
     model, divided by the ranks."""
     stages, split = (0,) * costs.num_stages, topology.pp * topology.dp
-    floor = batch_floor(costs, samples, stages, split=True, packed=True, pieces=pieces)
+    floor = find_batch_floor(costs, samples, stages, split=True, packed=True, pieces=pieces)
     assert floor is not None  # of counted and measured costs
     return float(floor.work_ns[0]) / split / 1e9
 

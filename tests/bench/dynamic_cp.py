@@ -24,7 +24,7 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.schedules.evaluation.simulate import last_end_ns, peak_bytes, simulate_ns
+from dynapipe_ext.schedules.evaluation.simulate import compute_peak_bytes, find_last_end_ns, simulate_ns
 from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 
 _SLACK = 1.0  # of the first sample's work, that a block of ranks may have
@@ -59,10 +59,10 @@ def best_grouped(
             for order in _orders(priced):
                 taken = priced.take(order)
                 schedule = one_f_one_b(costs.num_stages, len(order))
-                peak = max(peak_bytes(schedule, taken))
+                peak = max(compute_peak_bytes(schedule, taken))
                 if peak > limit_bytes:
                     continue
-                end_s = last_end_ns(simulate_ns(schedule, taken)) / 1e9
+                end_s = find_last_end_ns(simulate_ns(schedule, taken)) / 1e9
                 if best is None or end_s < best.makespan_s:
                     best = GroupedStep(end_s, peak, max_tokens, len(order))
         if best is not None:

@@ -45,7 +45,7 @@ from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.launch.job.configured import architecture_of
 from dynapipe_ext.launch.job.run_costs import settle_costs
 from dynapipe_ext.models.flops import step_flops, work_of
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_peak_bytes
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
@@ -139,9 +139,9 @@ def by_hand(micro_batches: Sequence[MicroBatch], costs: Any, step: int = 0) -> E
     """One micro-batch after the other, as 1F1B does on one stage."""
     priced, schedule = costs.evaluate(list(micro_batches)), one_f_one_b(1, len(micro_batches))
     prediction = Prediction(
-        makespan_ns=makespan_ns(schedule, priced),
+        makespan_ns=compute_makespan_ns(schedule, priced),
         lower_bound_ns=0,
-        peak_bytes=tuple(peak_bytes(schedule, priced)),
+        peak_bytes=tuple(compute_peak_bytes(schedule, priced)),
         bubble_ratio=0.0,
     )
     batch = GlobalBatchPlan(step=step, replicas=(ReplicaPlan(0, tuple(micro_batches)),))

@@ -31,8 +31,8 @@ from proven import prove_schedule
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes
+from dynapipe_ext.schedules.evaluation.bounds import bound_replica
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_peak_bytes
 from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.search.optimizer import optimize
 
@@ -89,7 +89,7 @@ def measure(cell: Cell, effort: int) -> dict[str, float]:
     """Bubble of each contender in one cell, every schedule validated and held to the limit; CPU seconds of ours."""
     costs = cell.costs()
     plain = one_f_one_b(cell.num_stages, cell.num_micro_batches)
-    limit = peak_bytes(plain, costs)[0]
+    limit = compute_peak_bytes(plain, costs)[0]
     start_s = time.process_time()
     best = ours(costs, limit, effort)
     cpu_s = time.process_time() - start_s
@@ -100,11 +100,13 @@ def measure(cell: Cell, effort: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, (schedule, own) in zip((CONTENDERS[0], CONTENDERS[1], *CONTENDERS[1:]), runs, strict=False):
         prove_schedule(schedule, own)
-        if name != "natural 1F1B" and max(peak_bytes(schedule, own)) > limit:
-            raise SystemExit(f"{name} in {cell} holds {max(peak_bytes(schedule, own))} B but the limit is {limit} B")
+        if name != "natural 1F1B" and max(compute_peak_bytes(schedule, own)) > limit:
+            raise SystemExit(
+                f"{name} in {cell} holds {max(compute_peak_bytes(schedule, own))} B but the limit is {limit} B"
+            )
         # The greedy is at its best: natural order or cheapest first.
-        found[name] = min(found.get(name, 1.0), bubble(own, makespan_ns(schedule, own)))
-    bound_ns = replica_bounds(range(cell.num_stages), costs, split=True, memory_limit_bytes=limit).best_ns
+        found[name] = min(found.get(name, 1.0), bubble(own, compute_makespan_ns(schedule, own)))
+    bound_ns = bound_replica(range(cell.num_stages), costs, split=True, memory_limit_bytes=limit).best_ns
     found["bound"] = bubble(costs, bound_ns)
     return {**found, "cpu_s": cpu_s}
 

@@ -44,7 +44,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.evaluation.bounds import batch_floor
+from dynapipe_ext.schedules.evaluation.bounds import find_batch_floor
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 
@@ -142,7 +142,7 @@ def floor_s(case: Case, samples: list[SampleLength]) -> float:
     """What no plan of the samples can be faster than: see above."""
     costs = case.costs
     free = replace(costs, overhead_ns=0, layer_overhead_ns=0)
-    longest = batch_floor(costs, samples, costs.topology.stage_ranks, split=False, packed=True, pieces=True)
+    longest = find_batch_floor(costs, samples, costs.topology.stage_ranks, split=False, packed=True, pieces=True)
     assert longest is not None
     return max(free_bound_s(free, samples, costs.topology, pieces=True), longest.chain_ns / 1e9)
 
@@ -150,7 +150,7 @@ def floor_s(case: Case, samples: list[SampleLength]) -> float:
 def busiest_s(case: Case, samples: list[SampleLength]) -> float:
     """The floor with the work of the busiest rank of even layers in place of that of all ranks: the bars' measure."""
     free = replace(case.costs, overhead_ns=0, layer_overhead_ns=0)
-    work = batch_floor(free, samples, free.topology.stage_ranks, split=False, packed=True, pieces=True)
+    work = find_batch_floor(free, samples, free.topology.stage_ranks, split=False, packed=True, pieces=True)
     assert work is not None
     return max(float(work.work_ns.max()) / case.dp / 1e9, floor_s(case, samples))
 

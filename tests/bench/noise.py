@@ -18,7 +18,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.partitioning.padded import Cut
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns
 from dynapipe_ext.schedules.search.problem import (
     NEVER,
     NO_LIMIT,
@@ -166,7 +166,7 @@ def measure_slack(
 
     def runs(priced: MicroBatchCosts) -> tuple[float, ...]:
         greedy = readiness_first(priced, schedule.stage_ranks, memory_limit_bytes=memory_limit_bytes, split=split)
-        return makespan_ns(schedule, priced) / 1e9, makespan_ns(greedy, priced) / 1e9
+        return compute_makespan_ns(schedule, priced) / 1e9, compute_makespan_ns(greedy, priced) / 1e9
 
     planned = runs(costs)
     noisy = [runs(noisy_costs(costs, noise, seed=seed, split=split)) for seed in seeds]

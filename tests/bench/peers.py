@@ -33,9 +33,9 @@ from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.rules import dynapipe_rule
-from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
-from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
-from dynapipe_ext.schedules.evaluation.simulate import StageMemory, peak_bytes, simulate
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, make_linear_schedule
+from dynapipe_ext.schedules.evaluation.bounds import bound_replica
+from dynapipe_ext.schedules.evaluation.simulate import StageMemory, compute_peak_bytes, simulate
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
@@ -104,7 +104,7 @@ def step_plan(replicas: Replicas, schedule: Scheduler, costs: CostModel, limit_b
     for dp_rank, micro_batches in enumerate(replicas):
         priced = costs.evaluate(micro_batches)
         made = schedule(priced, limit_bytes)
-        peaks = peak_bytes(made, priced)
+        peaks = compute_peak_bytes(made, priced)
         if max(peaks) > limit_bytes:
             raise PlanError(f"replica {dp_rank} needs {max(peaks)} B but the limit is {limit_bytes} B")
         trace = simulate(made, priced)
@@ -113,7 +113,7 @@ def step_plan(replicas: Replicas, schedule: Scheduler, costs: CostModel, limit_b
         predictions.append(
             Prediction(
                 makespan_ns=round(trace.makespan_s * 1e9),
-                lower_bound_ns=replica_bounds(made, priced, split=made.is_split).best_ns if micro_batches else 0,
+                lower_bound_ns=bound_replica(made, priced, split=made.is_split).best_ns if micro_batches else 0,
                 peak_bytes=peaks,
                 bubble_ratio=trace.bubble_ratio,
             )
@@ -188,7 +188,7 @@ def readiness_first(costs: MicroBatchCosts, *, memory_limit_bytes: int, split: b
             continue
         free_at[s] = end
         heapq.heappush(events, (end, s))
-    return linear_schedule("readiness-first", actions)
+    return make_linear_schedule("readiness-first", actions)
 
 
 def renumbered(plan: StepPlan) -> StepPlan:

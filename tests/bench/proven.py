@@ -23,7 +23,7 @@ from dynapipe_ext.executor.proven_step import ProvenStep, prove, prove_step
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.published.by_name import schedule_of_costs
+from dynapipe_ext.schedules.published.by_name import make_schedule_of_costs
 from dynapipe_ext.schedules.step_plan import StepPlan, predicted, replica_costs, shared_by_twins
 from dynapipe_ext.settings.plan_rules import ScheduleName
 
@@ -72,7 +72,7 @@ def under_schedule(
     name: ScheduleName, replicas: Replicas, costs: CostModel, stage_ranks: Sequence[int], limit_bytes: int
 ) -> ProvenStep:
     """Prove a step of given micro-batches in their order, under a published schedule."""
-    named = partial(schedule_of_costs, name, stage_ranks, limit_bytes)
+    named = partial(make_schedule_of_costs, name, stage_ranks, limit_bytes)
     return step_of_replicas(replicas, named, costs, limit_bytes)
 
 

@@ -48,7 +48,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.proven_step import ProvenStep
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.evaluation.bounds import batch_floor
+from dynapipe_ext.schedules.evaluation.bounds import find_batch_floor
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rivals import list_rivals, pick_best_rival
 from dynapipe_ext.settings.plan_rules import PlanRules, own_placement
@@ -143,7 +143,7 @@ def work_s(case: Case, samples: Sequence[SampleLength]) -> float:
 def busiest_s(case: Case, samples: Sequence[SampleLength]) -> float:
     """Of all samples on the busiest pipeline rank of even layers, over the replicas, without overheads."""
     free = replace(case.costs, overhead_ns=0, layer_overhead_ns=0)
-    floor = batch_floor(free, samples, free.topology.stage_ranks, split=False, packed=True, pieces=True)
+    floor = find_batch_floor(free, samples, free.topology.stage_ranks, split=False, packed=True, pieces=True)
     assert floor is not None
     return float(floor.work_ns.max()) / case.plane / 1e9
 

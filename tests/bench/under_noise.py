@@ -33,7 +33,7 @@ from proven import planned_step
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rivals import list_rivals
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -108,7 +108,7 @@ def under_noise_s(plan: StepPlan, seed: int) -> float:
     times = []
     for d, (schedule, costs) in enumerate(zip(plan.schedules, plan.costs, strict=True)):
         turned_out = noisy_costs(costs, Noise(SPREAD), seed=1000 * (d + 1) + seed, split=schedule.is_split)
-        times.append(makespan_ns(schedule, turned_out))
+        times.append(compute_makespan_ns(schedule, turned_out))
     return max(times) / 1e9
 
 

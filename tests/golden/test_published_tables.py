@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from dynapipe_ext.schedules.notation import format_lines
-from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, make_published_schedule
 
 TABLES = {
     "gpipe": """
@@ -73,4 +73,4 @@ def test_every_published_schedule_has_a_table() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_published_schedule_is_that_of_its_table(name: str) -> None:
-    assert format_lines(published_schedule(name, 4, 8)).split() == dedent(TABLES[name]).split()
+    assert format_lines(make_published_schedule(name, 4, 8)).split() == dedent(TABLES[name]).split()

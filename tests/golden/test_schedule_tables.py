@@ -8,8 +8,8 @@ import numpy as np
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, simulate
+from dynapipe_ext.schedules.evaluation.bounds import bound_replica
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_peak_bytes, simulate
 from dynapipe_ext.schedules.notation import draw, format_lines, parse_lines
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic, cyclic
 from dynapipe_ext.schedules.published.full_backward import gpipe, one_f_one_b
@@ -34,7 +34,7 @@ def proportional(num_stages: int, sizes: list[int]) -> MicroBatchCosts:
 
 def picture(schedule: PipelineSchedule, costs: MicroBatchCosts, columns: int = 3) -> str:
     """One unit of time is three columns."""
-    return "\n" + draw(schedule, simulate(schedule, costs), width=columns * makespan_ns(schedule, costs))
+    return "\n" + draw(schedule, simulate(schedule, costs), width=columns * compute_makespan_ns(schedule, costs))
 
 
 def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
@@ -92,11 +92,11 @@ def entered(schedule: PipelineSchedule) -> list[int]:
 def test_at_uniform_costs_and_the_memory_of_1f1b_the_search_is_as_good_as_1f1b_and_optimal() -> None:
     for stages, num in ((1, 3), (2, 5), (4, 8), (8, 16)):
         costs, plain = proportional(stages, [7] * num), one_f_one_b(stages, num)
-        limit = max(peak_bytes(plain, costs))
+        limit = max(compute_peak_bytes(plain, costs))
         found = searched(costs, limit)
-        assert makespan_ns(found, costs) == makespan_ns(plain, costs) == (num + stages - 1) * 21
-        assert max(peak_bytes(found, costs)) <= limit == 7 * min(stages, num)
-        assert replica_bounds(found, costs, split=False).best_ns == makespan_ns(found, costs)
+        assert compute_makespan_ns(found, costs) == compute_makespan_ns(plain, costs) == (num + stages - 1) * 21
+        assert max(compute_peak_bytes(found, costs)) <= limit == 7 * min(stages, num)
+        assert bound_replica(found, costs, split=False).best_ns == compute_makespan_ns(found, costs)
 
 
 def test_cyclic_runs_a_backward_and_a_forward_of_what_was_there_when_the_cycle_began() -> None:
@@ -108,7 +108,7 @@ def test_cyclic_runs_a_backward_and_a_forward_of_what_was_there_when_the_cycle_b
         1 |...0--1--2--...0'====3--1'====4--2'====5--3'====...4'====...5'====......|
         2 |......0--0'====1--1'====2--2'====3--3'====4--4'====5--5'====............|
         """)
-    assert peak_bytes(found, costs) == (5, 3, 1)
+    assert compute_peak_bytes(found, costs) == (5, 3, 1)
 
 
 def test_uneven_micro_batches_enter_early_where_memory_is_slack() -> None:
@@ -126,22 +126,22 @@ def test_uneven_micro_batches_enter_early_where_memory_is_slack() -> None:
         1 |.0...1---20'3........1'======42'53'4'5'......|
         2 |..00'....1---1'======22'33'...44'55'.........|
         """)
-    assert (makespan_ns(plain, costs), makespan_ns(found, costs)) == (49, 45)
-    assert (peak_bytes(plain, costs), peak_bytes(found, costs)) == ((6, 5, 4), (8, 6, 4))
+    assert (compute_makespan_ns(plain, costs), compute_makespan_ns(found, costs)) == (49, 45)
+    assert (compute_peak_bytes(plain, costs), compute_peak_bytes(found, costs)) == ((6, 5, 4), (8, 6, 4))
 
 
 def test_orders_of_clusters_and_the_search_put_the_long_micro_batch_where_it_waits_least() -> None:
     costs = proportional(3, [1, 4, 1, 1, 1, 1])
     clustered, best = clustered_cyclic(costs, memory_limit_bytes=8), searched(costs, 8)
     assert entered(clustered) == [0, 2, 5, 1, 3, 4]  # of the clusters 0 2, 3 4 and 5 1: the second goes last
-    assert (makespan_ns(clustered, costs), makespan_ns(best, costs)) == (43, 43)
-    assert max(peak_bytes(best, costs)) <= 8
+    assert (compute_makespan_ns(clustered, costs), compute_makespan_ns(best, costs)) == (43, 43)
+    assert max(compute_peak_bytes(best, costs)) <= 8
 
 
 def test_where_memory_leaves_no_slack_the_search_is_as_good_as_1f1b_and_better_with_effort() -> None:
     costs = proportional(3, [1, 4, 1, 1, 1, 1])
-    assert makespan_ns(searched(costs, 6), costs) == makespan_ns(one_f_one_b(3, 6), costs) == 49
-    assert makespan_ns(searched(costs, 6, effort=60), costs) < 49
+    assert compute_makespan_ns(searched(costs, 6), costs) == compute_makespan_ns(one_f_one_b(3, 6), costs) == 49
+    assert compute_makespan_ns(searched(costs, 6, effort=60), costs) < 49
 
 
 def test_there_is_a_schedule_where_one_micro_batch_at_a_time_fits() -> None:
@@ -157,17 +157,19 @@ def test_without_search_steps_the_best_of_the_starting_orders_is_taken_here_chea
     costs = proportional(4, [9, 2, 4, 1, 7, 3, 3, 8, 1, 5])
     found = searched(costs, 40)
     assert costs.forward_ns[0, entered(found)].tolist() == [1, 2, 3, 5, 8, 9, 7, 4, 3, 1]
-    assert makespan_ns(found, costs) < makespan_ns(clustered_cyclic(costs, memory_limit_bytes=40), costs)
+    assert compute_makespan_ns(found, costs) < compute_makespan_ns(
+        clustered_cyclic(costs, memory_limit_bytes=40), costs
+    )
 
 
 def test_a_searched_order_is_the_same_on_every_machine() -> None:
     costs = proportional(4, [9, 2, 4, 1, 7, 3, 3, 8, 1, 5])
     start, found = searched(costs, 24), searched(costs, 24, effort=60)
-    assert [makespan_ns(s, costs) for s in (one_f_one_b(4, 10), start, found)] == [284, 197, 191]
+    assert [compute_makespan_ns(s, costs) for s in (one_f_one_b(4, 10), start, found)] == [284, 197, 191]
     assert format_lines(found) == dedent("""\
         0: 0F3 0F1 0F9 0F7 0B3 0F0 0B1 0B9 0F4 0B7 0F6 0F8 0F5 0B0 0F2 0B4 0B6 0B8 0B5 0B2
         1: 1F3 1F1 1F9 1B3 1F7 1B1 1F0 1B9 1F4 1B7 1B0 1F6 1B4 1F8 1F5 1B6 1F2 1B8 1B5 1B2
         2: 2F3 2F1 2B3 2F9 2B1 2F7 2B9 2F0 2B7 2F4 2B0 2B4 2F6 2B6 2F8 2F5 2B8 2F2 2B5 2B2
         3: 3F3 3B3 3F1 3B1 3F9 3B9 3F7 3B7 3F0 3B0 3F4 3B4 3F6 3B6 3F8 3B8 3F5 3B5 3F2 3B2
         """)
-    assert max(peak_bytes(found, costs)) == 24
+    assert max(compute_peak_bytes(found, costs)) == 24

@@ -30,7 +30,7 @@ from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pi
 from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.rank.variant_run import broadcast_bytes, bytes_on_first
 from dynapipe_ext.launch.store import RedisServer
-from dynapipe_ext.schedules.evaluation.simulate import last_end_ns, simulate_ns
+from dynapipe_ext.schedules.evaluation.simulate import find_last_end_ns, simulate_ns
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from tests.support.limits import LIMIT_S
@@ -121,7 +121,7 @@ def step_plan(costs: CostModel, step: int) -> StepPlan:
 def true_makespan_s(plan: StepPlan) -> float:
     """What a plan takes where `RIGHT` is the truth."""
     ends = [
-        last_end_ns(simulate_ns(schedule, RIGHT.evaluate(replica.micro_batches)))
+        find_last_end_ns(simulate_ns(schedule, RIGHT.evaluate(replica.micro_batches)))
         for replica, schedule in zip(plan.batch.replicas, plan.schedules, strict=True)
     ]
     return max(ends) / 1e9

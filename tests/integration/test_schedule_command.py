@@ -9,7 +9,7 @@ import pytest
 
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.schedules.notation import from_csv
-from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, make_published_schedule
 from dynapipe_ext.tools.show.schedule import FOR_COSTS
 
 
@@ -70,7 +70,7 @@ def test_a_written_csv_is_drawn_as_the_schedule_it_came_from(
     uneven = ["--costs-cv", "0.4", "--seed", "3", "--times", "1,1,0.5"]
     assert main(["show-schedule", "zb-v", "--csv", str(file), *uneven]) == 0
     first = capsys.readouterr().out
-    assert from_csv(file.read_text(), "zb-v") == published_schedule("zb-v", 4, 8)
+    assert from_csv(file.read_text(), "zb-v") == make_published_schedule("zb-v", 4, 8)
     assert main(["show-schedule", str(file), *uneven]) == 0
     assert first.startswith(capsys.readouterr().out)
 

@@ -24,9 +24,9 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.schedules.actions import Action, Kind, linear_schedule
-from dynapipe_ext.schedules.evaluation.bounds import batch_floor, replica_bounds
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
+from dynapipe_ext.schedules.actions import Action, Kind, make_linear_schedule
+from dynapipe_ext.schedules.evaluation.bounds import bound_replica, find_batch_floor
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
 
 Lengths = list[tuple[int, int]]
@@ -196,7 +196,9 @@ def bound_ns(
     packed: bool,
     limit_bytes: int | None = None,
 ) -> int:
-    floor = batch_floor(costs, samples_of(lengths), stages, split=split, packed=packed, memory_limit_bytes=limit_bytes)
+    floor = find_batch_floor(
+        costs, samples_of(lengths), stages, split=split, packed=packed, memory_limit_bytes=limit_bytes
+    )
     assert floor is not None
     return floor.bound_ns(dp)
 
@@ -225,9 +227,9 @@ def test_the_shortest_order_is_the_one_that_trying_all_finds() -> None:
         for pair in itertools.product(orders, repeat=2):
             ranks = [[Action(s, Kind(kind), m) for kind, m in order] for s, order in enumerate(pair)]
             with contextlib.suppress(PlanError):  # some wait for one another for ever
-                found.append(makespan_ns(linear_schedule("tried", ranks), costs))
+                found.append(compute_makespan_ns(make_linear_schedule("tried", ranks), costs))
         assert shortest_ns(costs, split=split) == min(found)
-        assert replica_bounds((0, 1), costs, split=split).best_ns <= min(found)
+        assert bound_replica((0, 1), costs, split=split).best_ns <= min(found)
 
 
 GPT = [(5, 0), (9, 0), (16, 0), (40, 0)]
@@ -420,13 +422,13 @@ def test_the_batch_bound_is_reached_where_one_micro_batch_is_best() -> None:
 
 def test_there_is_no_batch_bound_of_an_unknown_model_or_of_a_sample_that_cannot_run() -> None:
     unknown = UserCosts(TokenCosts(1))
-    assert batch_floor(unknown, samples_of([(1, 0)]), (0,), split=False, packed=False) is None
+    assert find_batch_floor(unknown, samples_of([(1, 0)]), (0,), split=False, packed=False) is None
     forwards = adjust(TokenCosts(1), forward_only=True)
-    assert batch_floor(forwards, samples_of([(1, 0)]), (0,), split=False, packed=False) is None
-    assert batch_floor(TokenCosts(1), samples_of([]), (0,), split=False, packed=False) is None
-    assert batch_floor(table(Topology(), seed=0), samples_of([(65, 0)]), (0,), split=False, packed=False) is None
+    assert find_batch_floor(forwards, samples_of([(1, 0)]), (0,), split=False, packed=False) is None
+    assert find_batch_floor(TokenCosts(1), samples_of([]), (0,), split=False, packed=False) is None
+    assert find_batch_floor(table(Topology(), seed=0), samples_of([(65, 0)]), (0,), split=False, packed=False) is None
     analytic = AnalyticCosts(SHAPE, Topology())
-    assert batch_floor(analytic, samples_of([(129, 0)]), (0,), split=False, packed=False) is None
+    assert find_batch_floor(analytic, samples_of([(129, 0)]), (0,), split=False, packed=False) is None
 
 
 PLACEMENTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 1, 0), 5: (0, 1, 2, 1, 0)}  # the last: a head over 3 ranks
@@ -464,7 +466,7 @@ def test_the_batch_bound_is_the_one_that_brute_force_finds(
     costs = table(topology, seed=seed, decoder=decoder, missing=missing)
     needs = [(e, d * decoder) for e, d in lengths]
     limit = None if room_mb is None else int(costs.static_bytes().sum()) + room_mb * 10**6
-    floor = batch_floor(costs, samples_of(needs), placement, split=split, packed=packed, memory_limit_bytes=limit)
+    floor = find_batch_floor(costs, samples_of(needs), placement, split=split, packed=packed, memory_limit_bytes=limit)
     found = batch_bound_ns(costs, needs, placement, dp=dp, split=split, packed=packed, limit_bytes=limit)
     exact = packed or (not decoder and limit is None)
     if floor is None or exact:

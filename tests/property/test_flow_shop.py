@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, simulate_ns, validate
+from dynapipe_ext.schedules.evaluation.bounds import bound_replica
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_peak_bytes, simulate_ns, validate
 from dynapipe_ext.schedules.search.flow_shop import find_forward_order, forward_schedule
 from dynapipe_ext.tools.check.recomputed_bounds import replica_bounds_ns
 
@@ -41,7 +41,7 @@ def forward_costs(seed: int, num_stages: int, count: int) -> MicroBatchCosts:
 def ends_at(costs: MicroBatchCosts, placement: tuple[int, ...], order: Sequence[int]) -> int:
     """The makespan of an injection order, by the simulator."""
     ordered = costs.take(order)
-    return makespan_ns(forward_schedule(ordered, placement), ordered)
+    return compute_makespan_ns(forward_schedule(ordered, placement), ordered)
 
 
 @settings(max_examples=50)
@@ -52,16 +52,16 @@ def test_an_order_is_a_permutation_that_is_valid_holds_one_forward_at_a_time_and
     costs = forward_costs(seed, len(placement), count)
     order, schedule = find_forward_order(costs, placement)
     assert sorted(order) == list(range(count))
-    assert makespan_ns(schedule, costs.take(order)) <= ends_at(costs, placement, range(count))
+    assert compute_makespan_ns(schedule, costs.take(order)) <= ends_at(costs, placement, range(count))
     costs = costs.take(order)
     validate(schedule, count)
     for stage, rank in enumerate(placement):
         assert [a.micro_batch for a in schedule.ranks[rank] if a.stage == stage] == list(range(count))
-    for rank, peak in enumerate(peak_bytes(schedule, costs)):
+    for rank, peak in enumerate(compute_peak_bytes(schedule, costs)):
         mine = [stage for stage, owner in enumerate(placement) if owner == rank]
         assert peak == costs.static_bytes[mine].sum() + max(costs.working_bytes[mine].max(axis=0), default=0)
-    bounds = replica_bounds(schedule, costs, split=False, memory_limit_bytes=1000)
-    assert bounds.best_ns <= makespan_ns(schedule, costs)
+    bounds = bound_replica(schedule, costs, split=False, memory_limit_bytes=1000)
+    assert bounds.best_ns <= compute_makespan_ns(schedule, costs)
     again = replica_bounds_ns(costs, placement, split=False, limit_bytes=1000, forward_only=True)
     assert (bounds.stage_ns, bounds.chain_ns, bounds.heads_tails_ns, bounds.byte_time_ns) == (
         again["stage"], again["chain"], again["heads_tails"], None,
@@ -73,7 +73,7 @@ def test_the_bound_holds_for_stages_in_any_order_and_counts_no_way_back() -> Non
     costs = forward_costs(5, 3, 1)
     schedule = forward_schedule(costs, (0, 1, 2))
     chain = int(costs.forward_ns.sum() + costs.transfer_ns.sum())
-    assert replica_bounds(schedule, costs, split=False).best_ns == chain == simulate_ns(schedule, costs)[2][0][1]
+    assert bound_replica(schedule, costs, split=False).best_ns == chain == simulate_ns(schedule, costs)[2][0][1]
 
 
 @pytest.mark.parametrize("num_stages", [3, 5])

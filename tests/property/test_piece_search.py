@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import SamplePieces
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, validate
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_peak_bytes, validate
 from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize_best
 from dynapipe_ext.schedules.search.problem import NEVER, NO_LIMIT, DispatchPolicy, Start, list_policies
 from tests.bench.noise import dispatch
@@ -87,8 +87,8 @@ def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_s
             "a sample was torn"
         )
         validate(schedule, len(items), mine)
-        assert max(peak_bytes(schedule, costs)) <= limit
-        assert makespan_ns(schedule, costs) <= makespan
+        assert max(compute_peak_bytes(schedule, costs)) <= limit
+        assert compute_makespan_ns(schedule, costs) <= makespan
 
 
 @settings(max_examples=60)

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
+from dynapipe_ext.schedules.evaluation.bounds import bound_replica
 from dynapipe_ext.tools.check.recomputed_bounds import replica_bounds_ns
 
 PLACEMENTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 1, 0)}
@@ -39,9 +39,9 @@ def test_the_bounds_of_a_replica_are_those_that_brute_force_finds(
         working_in="F" if in_forward else "FBI",
     )
     placement = PLACEMENTS[stages]
-    bounds = replica_bounds(placement, costs, split=split, memory_limit_bytes=100)
+    bounds = bound_replica(placement, costs, split=split, memory_limit_bytes=100)
     found = replica_bounds_ns(costs, placement, split=split, limit_bytes=100)
     assert [bounds.stage_ns, bounds.chain_ns, bounds.heads_tails_ns, bounds.byte_time_ns] == list(found.values())
     assert bounds.heads_tails_ns >= max(bounds.stage_ns, bounds.chain_ns)
-    assert replica_bounds(placement, costs, split=split).best_ns == bounds.heads_tails_ns
-    assert replica_bounds(placement, costs, split=split).byte_time_ns is None
+    assert bound_replica(placement, costs, split=split).best_ns == bounds.heads_tails_ns
+    assert bound_replica(placement, costs, split=split).byte_time_ns is None

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import _preemptive_ns, replica_bounds
+from dynapipe_ext.schedules.evaluation.bounds import _preemptive_ns, bound_replica
 from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
-    makespan_ns,
-    peak_bytes,
+    compute_makespan_ns,
+    compute_peak_bytes,
     simulate,
     simulate_ns,
     simulate_shared_ns,
-    static_bytes,
+    sum_static_bytes,
     validate,
 )
 from dynapipe_ext.schedules.notation import format_lines, parse_lines
@@ -141,7 +141,7 @@ def test_the_simulation_agrees_to_the_digit_with_a_fixpoint_of_the_rules(
     assert ends is not None
     spans = simulate_ns(schedule, costs)
     assert [[end for _, end in rank] for rank in spans] == [[ends[a] for a in rank] for rank in schedule.ranks]
-    assert makespan_ns(schedule, costs) == max(ends.values(), default=0)
+    assert compute_makespan_ns(schedule, costs) == max(ends.values(), default=0)
 
 
 @given(random_costs(4, 4), st.integers(0, 2**32), st.booleans())
@@ -220,20 +220,20 @@ def test_peak_bytes_are_the_largest_sum_over_what_is_held_at_any_action(
             if a.kind in (B, W):
                 inside.remove(key)
         expected.append(static + peak)
-    assert peak_bytes(schedule, replace(costs, working_in=kinds)) == tuple(expected)
+    assert compute_peak_bytes(schedule, replace(costs, working_in=kinds)) == tuple(expected)
     last = {span.rank: span.num_bytes for span in simulate(schedule, costs).spans}
-    assert last == {rank: held for rank, held in enumerate(static_bytes(schedule, costs)) if schedule.ranks[rank]}
+    assert last == {rank: held for rank, held in enumerate(sum_static_bytes(schedule, costs)) if schedule.ranks[rank]}
 
 
 @settings(max_examples=120)
 @given(random_costs(), st.integers(0, 2**32), st.booleans())
 def test_no_schedule_beats_the_lower_bound_of_its_placement(costs: MicroBatchCosts, seed: int, split: bool) -> None:
     schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=split)
-    makespan, limit = makespan_ns(schedule, costs), max(peak_bytes(schedule, costs), default=0)
+    makespan, limit = compute_makespan_ns(schedule, costs), max(compute_peak_bytes(schedule, costs), default=0)
     for allowed in {True, split}:
-        assert replica_bounds(schedule, costs, split=allowed).best_ns <= makespan
-        assert replica_bounds(schedule.stage_ranks, costs, split=allowed, memory_limit_bytes=limit).best_ns <= makespan
-    assert replica_bounds(schedule, costs, split=True).best_ns <= replica_bounds(schedule, costs, split=False).best_ns
+        assert bound_replica(schedule, costs, split=allowed).best_ns <= makespan
+        assert bound_replica(schedule.stage_ranks, costs, split=allowed, memory_limit_bytes=limit).best_ns <= makespan
+    assert bound_replica(schedule, costs, split=True).best_ns <= bound_replica(schedule, costs, split=False).best_ns
 
 
 @given(random_costs(), st.booleans())
@@ -253,7 +253,7 @@ def test_the_bound_includes_each_ranks_work_and_each_micro_batchs_chain(costs: M
         if s + 1 < stages:
             head = head + costs.forward_ns[s] + costs.transfer_ns[s]
             tail = tail + back[s] + costs.transfer_ns[s]
-    assert replica_bounds(range(stages), costs, split=split).best_ns >= simple
+    assert bound_replica(range(stages), costs, split=split).best_ns >= simple
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=6))
@@ -329,7 +329,7 @@ def test_sums_that_do_not_fit_in_64_bits_are_refused_with_the_units() -> None:
         static_bytes=np.zeros(1, np.int64),
     )  # fmt: skip
     schedule = gpipe(1, 4096)
-    for judge in (simulate_ns, peak_bytes, partial(replica_bounds, split=False)):
+    for judge in (simulate_ns, compute_peak_bytes, partial(bound_replica, split=False)):
         with pytest.raises(PlanError, match=r"add up to .* but must stay below .*: check the units"):
             judge(schedule, costs)
 
@@ -348,12 +348,12 @@ def test_cyclic_is_a_whole_order_that_keeps_the_limit_and_the_injection_order(
     costs = replace(costs, working_in=working_in)
     stages, num = costs.num_stages, costs.num_micro_batches
     least = needed_bytes(costs)
-    most = max(peak_bytes(gpipe(stages, num), costs)) if num else least
+    most = max(compute_peak_bytes(gpipe(stages, num), costs)) if num else least
     limit = least + int(slack * max(0, most - least))
     order = random.Random(seed).sample(range(num), num)
     found = cyclic(costs, memory_limit_bytes=limit, order=order)
     validate(found, num)
-    assert max(peak_bytes(found, costs)) <= limit
+    assert max(compute_peak_bytes(found, costs)) <= limit
     assert all([a.micro_batch for a in rank if a.kind is F] == order for rank in found.ranks)
     assert found == cyclic(costs, memory_limit_bytes=limit, order=order)
     for stage, rank in enumerate(cyclic(costs, memory_limit_bytes=most + 10**6, order=order).ranks):
@@ -373,7 +373,7 @@ def test_the_best_order_of_clusters_is_no_slower_than_any_of_them(costs: MicroBa
     possible = [cyclic(costs, memory_limit_bytes=limit, order=order) for order in orders]
     found = clustered_cyclic(costs, memory_limit_bytes=limit)
     assert found in possible
-    assert makespan_ns(found, costs) == min(makespan_ns(schedule, costs) for schedule in possible)
+    assert compute_makespan_ns(found, costs) == min(compute_makespan_ns(schedule, costs) for schedule in possible)
 
 
 @given(random_costs(), st.floats(0, 1), st.booleans())
@@ -389,9 +389,9 @@ def test_every_dispatch_rule_makes_a_whole_order_within_the_limit(
         if makespan >= NEVER and rule.rhythm == 2:
             continue  # 1F1B's order waits for forwards that memory may not admit
         validate(found, costs.num_micro_batches)
-        assert max(peak_bytes(found, costs)) <= limit
-        assert makespan_ns(found, costs) <= makespan < NEVER  # a rule may wait where the order alone would not
-        assert split or rule.rhythm == 2 or makespan_ns(found, costs) == makespan
+        assert max(compute_peak_bytes(found, costs)) <= limit
+        assert compute_makespan_ns(found, costs) <= makespan < NEVER  # a rule may wait where the order alone would not
+        assert split or rule.rhythm == 2 or compute_makespan_ns(found, costs) == makespan
 
 
 @given(random_costs())
@@ -423,8 +423,10 @@ def test_the_search_is_repeatable_and_never_worse_than_its_start(
     find = partial(optimize, costs, memory_limit_bytes=limit, split=split)
     found = find(effort=effort, seed=seed)
     assert found == find(effort=effort, seed=seed)
-    assert makespan_ns(found, costs) <= makespan_ns(find(effort=0), costs)
-    assert makespan_ns(found, costs) >= replica_bounds(found, costs, split=split, memory_limit_bytes=limit).best_ns
+    assert compute_makespan_ns(found, costs) <= compute_makespan_ns(find(effort=0), costs)
+    assert (
+        compute_makespan_ns(found, costs) >= bound_replica(found, costs, split=split, memory_limit_bytes=limit).best_ns
+    )
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 12))

@@ -17,8 +17,13 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.partitioning.padded import Cut
 from dynapipe_ext.reproducible import splitmix64
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, mean_makespan_ns, peak_bytes, validate
+from dynapipe_ext.schedules.evaluation.bounds import bound_replica
+from dynapipe_ext.schedules.evaluation.simulate import (
+    compute_makespan_ns,
+    compute_mean_makespan_ns,
+    compute_peak_bytes,
+    validate,
+)
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.search import optimizer
@@ -108,7 +113,7 @@ def mean_over_disturbed_times_ns(schedule: PipelineSchedule, costs: MicroBatchCo
             backward = times["I"] + times["W"] if schedule.is_split else times["B"]
             weight = times.get("W", 0 * backward)
             turned_out = replace(costs, forward_ns=times["F"], backward_ns=backward, weight_ns=weight)
-            total += makespan_ns(schedule, turned_out)
+            total += compute_makespan_ns(schedule, turned_out)
     return total // 16
 
 
@@ -125,14 +130,14 @@ def test_under_noise_the_mean_over_disturbed_times_counts_and_predicted_times_ha
         priced = [costs_of(start, replica) for replica in found.replicas]
         replicas = list(zip(found.schedules, priced, strict=True))
         means.append([mean_over_disturbed_times_ns(schedule, costs, noise) for schedule, costs in replicas])
-        predicted.append([makespan_ns(schedule, costs) for schedule, costs in replicas])
-        assert means[-1] == [mean_makespan_ns(*replica, noise) for replica in replicas]
+        predicted.append([compute_makespan_ns(schedule, costs) for schedule, costs in replicas])
+        assert means[-1] == [compute_mean_makespan_ns(*replica, noise) for replica in replicas]
         if one.noise:
             assert list(found.makespan_ns) == means[-1]
         else:
             allowed_ns = max(found.makespan_ns) * 257 // 256
         assert all(mean >= time for mean, time in zip(means[-1], predicted[-1], strict=True))
-        assert max(max(peak_bytes(schedule, costs)) for schedule, costs in replicas) <= limit
+        assert max(max(compute_peak_bytes(schedule, costs)) for schedule, costs in replicas) <= limit
     assert max(means[1]) <= max(means[0])
     assert max(predicted[1]) <= allowed_ns
 
@@ -187,11 +192,11 @@ def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, sp
     for replica, schedule, makespan in zip(found.replicas, found.schedules, found.makespan_ns, strict=True):
         costs = costs_of(start, replica)
         validate(schedule, len(replica))
-        assert max(peak_bytes(schedule, costs)) <= limit
+        assert max(compute_peak_bytes(schedule, costs)) <= limit
         assert {a.kind.value for rank in schedule.ranks for a in rank} <= set("FIW" if split else "FB")
-        assert makespan_ns(schedule, costs) <= makespan
-        bound = replica_bounds(stage_ranks, costs, split=split, memory_limit_bytes=limit).best_ns
-        assert bound <= makespan_ns(schedule, costs)
+        assert compute_makespan_ns(schedule, costs) <= makespan
+        bound = bound_replica(stage_ranks, costs, split=split, memory_limit_bytes=limit).best_ns
+        assert bound <= compute_makespan_ns(schedule, costs)
     _, before = optimize_best([start], replace(asked, effort=0))
     values = [(max(one.makespan_ns), sum(one.makespan_ns)) for one in (found, before)]
     assert values[0] <= values[1], "more effort made it worse"
@@ -237,7 +242,7 @@ def test_moves_of_single_items_find_the_cuts_that_balance_two_stages() -> None:
         if cut == (*sorted(cut[:half]), *sorted(cut[half:], reverse=True)):
             parts = costs.take([rows - 1 for rows in cut])
             schedule = optimize(parts, memory_limit_bytes=10**6, split=False, effort=200)
-            best = min(best, makespan_ns(schedule, parts))
+            best = min(best, compute_makespan_ns(schedule, parts))
     assert found.makespan_ns[0] <= best
 
 
@@ -254,8 +259,8 @@ def compositions(total: int) -> Iterator[tuple[int, ...]]:
 def test_what_is_found_is_never_slower_than_1f1b_in_natural_order(seed, stages, count, working_in) -> None:
     costs = random_costs(np.random.default_rng(seed), stages, count, working_in)
     natural = one_f_one_b(stages, count)
-    found = optimize(costs, memory_limit_bytes=max(peak_bytes(natural, costs)), split=False, effort=0)
-    assert makespan_ns(found, costs) <= makespan_ns(natural, costs)
+    found = optimize(costs, memory_limit_bytes=max(compute_peak_bytes(natural, costs)), split=False, effort=0)
+    assert compute_makespan_ns(found, costs) <= compute_makespan_ns(natural, costs)
 
 
 def test_more_effort_finds_a_better_schedule_than_1f1b_for_uneven_micro_batches() -> None:
@@ -273,13 +278,15 @@ def test_more_effort_finds_a_better_schedule_than_1f1b_for_uneven_micro_batches(
         static_bytes=np.zeros(4, np.int64),
     )
     natural = one_f_one_b(4, 24)
-    limit = peak_bytes(natural, costs)[0]
+    limit = compute_peak_bytes(natural, costs)[0]
     found = {
-        (split, effort): makespan_ns(optimize(costs, memory_limit_bytes=limit, split=split, effort=effort), costs)
+        (split, effort): compute_makespan_ns(
+            optimize(costs, memory_limit_bytes=limit, split=split, effort=effort), costs
+        )
         for split in (False, True)
         for effort in (0, 400)
     }
-    plain = makespan_ns(natural, costs)
+    plain = compute_makespan_ns(natural, costs)
     assert found[False, 400] < found[False, 0] < plain
     assert found[True, 400] < found[False, 400]
     work = int(3 * times[0].sum())

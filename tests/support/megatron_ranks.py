@@ -44,8 +44,8 @@ from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes
-from dynapipe_ext.schedules.published.by_name import published_schedule
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_peak_bytes
+from dynapipe_ext.schedules.published.by_name import make_published_schedule
 from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
@@ -247,10 +247,10 @@ def schedule_of(name: str, costs: MicroBatchCosts, topology: Topology) -> Pipeli
                 costs, memory_limit_bytes=10**12, split=False, effort=0, stage_ranks=topology.placement or None
             )
         case "adaptive-split":
-            limit = max(peak_bytes(one_f_one_b(pp, count), costs))
+            limit = max(compute_peak_bytes(one_f_one_b(pp, count), costs))
             return optimize(costs, memory_limit_bytes=limit, split=True, effort=200)
         case _:
-            return published_schedule(name, pp, count)
+            return make_published_schedule(name, pp, count)
 
 
 def planned(
@@ -264,7 +264,7 @@ def planned(
     """A step of given micro-batches and schedules; what it promises of bytes and bounds is left at 0."""
     predictions = tuple(
         Prediction(
-            makespan_ns=makespan_ns(s, c),
+            makespan_ns=compute_makespan_ns(s, c),
             lower_bound_ns=0,
             peak_bytes=(0,) * len(s.ranks),
             bubble_ratio=0.0,

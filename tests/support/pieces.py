@@ -19,7 +19,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 
 # Of a run on four ranks, for `dynapipe train`.
@@ -94,7 +94,9 @@ def hand_made(
     times."""
     costs = tuple(TokenCosts(topology.num_stages, transfer_ns_per_token=10).evaluate(replica) for replica in replicas)
     predictions = tuple(
-        Prediction(makespan_ns=makespan_ns(s, c), lower_bound_ns=0, peak_bytes=(0,) * len(s.ranks), bubble_ratio=0.0)
+        Prediction(
+            makespan_ns=compute_makespan_ns(s, c), lower_bound_ns=0, peak_bytes=(0,) * len(s.ranks), bubble_ratio=0.0
+        )
         for s, c in zip(schedules, costs, strict=True)
     )
     plans = tuple(ReplicaPlan(dp_rank, tuple(replica)) for dp_rank, replica in enumerate(replicas))

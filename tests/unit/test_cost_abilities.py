@@ -22,7 +22,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.evaluation.bounds import batch_floor
+from dynapipe_ext.schedules.evaluation.bounds import find_batch_floor
 from dynapipe_ext.schedules.planner import Planner
 
 TOKENS = TokenCosts(2, ns_per_token_squared=2.0, overhead_ns=5_000)
@@ -86,7 +86,7 @@ def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
     assert own.over(Topology(tp=4, pp=2)) == (own, Topology(tp=4, pp=2))
     assert own.facts.has_decoder is None
     assert own.recounted(lambda counted: counted) is own.with_exact_sums(2) is own
-    assert batch_floor(own, sample_lengths([3]), (0, 1), split=False, packed=False) is None
+    assert find_batch_floor(own, sample_lengths([3]), (0, 1), split=False, packed=False) is None
     with pytest.raises(ConfigError, match="Own has no to_json, by which planner processes"):
         cost_model_to_json(own)
 
@@ -113,7 +113,9 @@ def test_a_model_of_ones_own_may_promise_a_floor_and_is_bounded_by_it() -> None:
             return TOKENS.floor(stage_ranks, split=split)
 
     promising = Promising(Own())
-    own, full = (batch_floor(c, sample_lengths([30, 7]), (0, 1), split=False, packed=True) for c in (promising, TOKENS))
+    own, full = (
+        find_batch_floor(c, sample_lengths([30, 7]), (0, 1), split=False, packed=True) for c in (promising, TOKENS)
+    )
     assert own is not None
     assert full is not None
     assert own.bound_ns(2) == full.bound_ns(2) > 0

@@ -14,7 +14,7 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import validate
 from dynapipe_ext.schedules.notation import from_csv, to_csv
 from dynapipe_ext.schedules.published.by_name import PUBLISHED
-from dynapipe_ext.schedules.published.by_name import published_schedule as published
+from dynapipe_ext.schedules.published.by_name import make_published_schedule as published
 
 LINEAR, INTERLEAVED, V_SHAPED = (0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)
 
@@ -70,7 +70,7 @@ def test_torch_loads_and_validates_the_published_schedules(name: str, tmp_path: 
     runtime._load_csv(str(file))
     assert runtime.stage_index_to_group_rank == dict(enumerate(ours.stage_ranks))
     assert {rank: [str(a) for a in row] for rank, row in runtime.pipeline_order.items()} == dict(
-        enumerate(ours.lines())
+        enumerate(ours.to_lines())
     )
     lowered = schedules._add_send_recv(
         {rank: list(row) for rank, row in runtime.pipeline_order.items()},
@@ -78,7 +78,7 @@ def test_torch_loads_and_validates_the_published_schedules(name: str, tmp_path: 
         num_stages=ours.num_stages,
     )
     computed = {rank: [str(a) for a in row if a.is_compute_op] for rank, row in lowered.items()}
-    assert computed == dict(enumerate(ours.lines()))
+    assert computed == dict(enumerate(ours.to_lines()))
 
 
 def test_what_torch_dumps_is_read_with_its_empty_cells(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_what_torch_dumps_is_read_with_its_empty_cells(tmp_path: Path) -> None:
     runtime = schedules.PipelineScheduleMulti.__new__(schedules.PipelineScheduleMulti)
     ours = published("zb-v", 2, 3)
     parse = schedules._Action.from_str
-    runtime.pipeline_order = {r: [None] * r + [parse(text) for text in row] for r, row in enumerate(ours.lines())}
+    runtime.pipeline_order = {r: [None] * r + [parse(text) for text in row] for r, row in enumerate(ours.to_lines())}
     file = tmp_path / "dumped.csv"
     runtime._dump_csv(str(file))
     text = file.read_text()
@@ -95,7 +95,7 @@ def test_what_torch_dumps_is_read_with_its_empty_cells(tmp_path: Path) -> None:
 
 
 def test_spaces_quotes_and_line_ends_of_other_systems_do_not_matter() -> None:
-    assert from_csv('\ufeff 0F0 ,"0B0",\r\n,1F0,,1B0\r\n').lines() == [["0F0", "0B0"], ["1F0", "1B0"]]
+    assert from_csv('\ufeff 0F0 ,"0B0",\r\n,1F0,,1B0\r\n').to_lines() == [["0F0", "0B0"], ["1F0", "1B0"]]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from dynapipe_ext.executor.training_loop import EvalResult, evaluate
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, validate
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, validate
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.published.full_backward import gpipe
@@ -73,7 +73,7 @@ def test_every_sample_runs_once_forwards_and_no_rank_exceeds_the_limit_on_what_i
     for replica, schedule, prediction in zip(plan.batch.replicas, plan.schedules, plan.predictions, strict=True):
         validate(schedule, len(replica.micro_batches))
         costs = planning.costs.evaluate(replica.micro_batches)
-        assert prediction.lower_bound_ns <= prediction.makespan_ns == makespan_ns(schedule, costs)
+        assert prediction.lower_bound_ns <= prediction.makespan_ns == compute_makespan_ns(schedule, costs)
     samples = [SampleLength(i, n, target=n) for i, n in enumerate(sizes)]
     for ranks in prove_step(planning, samples, step=0).plans:  # proven, or this raises
         for rank_plan in ranks:
@@ -198,7 +198,7 @@ def test_a_training_schedule_without_backwards_is_refused_by_validate_verify_and
 def test_costs_that_store_for_backwards_are_refused_for_a_schedule_without_them_and_half_a_step_too() -> None:
     plan = planner(dp=2).plan(LENGTHS)
     with pytest.raises(PlanError, match="store activations for backwards"):
-        makespan_ns(plan.schedules[0], COSTS.evaluate(plan.batch.replicas[0].micro_batches))
+        compute_makespan_ns(plan.schedules[0], COSTS.evaluate(plan.batch.replicas[0].micro_batches))
     with pytest.raises(PlanError, match="some replicas run forwards alone"):
         replace(plan, schedules=(plan.schedules[0], replace(plan.schedules[1], forward_only=False)))
 

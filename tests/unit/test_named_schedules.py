@@ -16,9 +16,9 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job.configured import topology_of
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_peak_bytes
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, make_published_schedule
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic
 from dynapipe_ext.settings.plan_rules import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -54,7 +54,9 @@ def test_a_step_under_every_name_is_proven_on_its_placement_and_any_process_make
     assert all(schedule.is_split == (name in SPLIT_SCHEDULES) for schedule in plan.schedules)
     if name in PUBLISHED:
         counts = [len(replica.micro_batches) for replica in plan.batch.replicas]
-        assert [one.ranks for one in plan.schedules] == [published_schedule(name, 4, count).ranks for count in counts]
+        assert [one.ranks for one in plan.schedules] == [
+            make_published_schedule(name, 4, count).ranks for count in counts
+        ]
     again = prove_step(Planner.from_json(made.to_json()), sample_lengths(LENGTHS), step=0)
     assert again.plans == proven.plans
 
@@ -65,7 +67,7 @@ def test_a_step_is_cut_until_it_fits_beside_the_static_bytes_of_all_stages_of_a_
     made = planner(name, limit_bytes=limit, static_bytes=10_000_000)
     plan = made.plan(LENGTHS)
     for schedule, costs in zip(plan.schedules, plan.costs, strict=True):
-        assert max(peak_bytes(schedule, costs)) <= limit
+        assert max(compute_peak_bytes(schedule, costs)) <= limit
     roomy = replace(made, memory_limit_bytes=1e12).plan(LENGTHS)
     assert roomy.makespan_s <= plan.makespan_s
 
@@ -76,7 +78,7 @@ def test_dynapipes_rule_and_order_make_its_plan() -> None:
     plan = made.plan(LENGTHS)
     for schedule, costs in zip(plan.schedules, plan.costs, strict=True):
         assert schedule == clustered_cyclic(costs, memory_limit_bytes=20_000_000)
-        assert max(peak_bytes(schedule, costs)) <= 20e6
+        assert max(compute_peak_bytes(schedule, costs)) <= 20e6
     plain = replace(made, schedule="1f1b").plan(LENGTHS)
     assert [len(r.micro_batches) for r in plan.batch.replicas] == [len(r.micro_batches) for r in plain.batch.replicas]
 
@@ -86,9 +88,9 @@ def test_several_stages_a_rank_wait_less_than_one_at_equal_micro_batches() -> No
     spans = {}
     for name in ("1f1b", "interleaved-1f1b", "v-half", "zb-v"):
         made = planner(name)
-        schedule = published_schedule(name, 4, 12)
+        schedule = make_published_schedule(name, 4, 12)
         micro_batches = made.plan([100] * 24).batch.replicas[0].micro_batches[:1] * 12
-        spans[name] = makespan_ns(schedule, made.costs.evaluate(micro_batches))
+        spans[name] = compute_makespan_ns(schedule, made.costs.evaluate(micro_batches))
     assert list(spans) == sorted(spans, key=lambda name: -spans[name])
 
 
@@ -123,7 +125,7 @@ def test_interleaved_1f1b_takes_any_number_of_stages_a_rank() -> None:
     assert topology.stage_ranks == (0, 1, 0, 1, 0, 1)
     plan = Planner(topology, TokenCosts(6), 1e12, schedule="interleaved-1f1b").plan(LENGTHS)
     count = len(plan.batch.replicas[0].micro_batches)
-    assert plan.schedules == (published_schedule("interleaved-1f1b", 2, count, stages_per_rank=3),)
+    assert plan.schedules == (make_published_schedule("interleaved-1f1b", 2, count, stages_per_rank=3),)
 
 
 def test_the_plan_command_says_which_placement_a_schedule_brought(

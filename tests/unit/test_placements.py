@@ -14,7 +14,7 @@ from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, sampled_batches
+from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, sample_batches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 
@@ -164,8 +164,8 @@ def test_a_limit_that_no_placement_keeps_is_refused_with_the_reason() -> None:
 
 
 def test_sampled_batches_are_spread_over_the_epoch() -> None:
-    assert sampled_batches(1) == (0,)
-    assert sampled_batches(10) == (0, 3, 6)
+    assert sample_batches(1) == (0,)
+    assert sample_batches(10) == (0, 3, 6)
 
 
 def test_a_topology_takes_lists_and_arrays_of_numpy() -> None:

@@ -17,7 +17,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch import cli
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, mean_makespan_ns
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_mean_makespan_ns
 from dynapipe_ext.schedules.placements import PlacementSearch
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rounds import in_rounds
@@ -41,7 +41,7 @@ def seconds_under_noise(plan: StepPlan) -> float:
     priced = list(zip(plan.schedules, plan.costs, strict=True))
     return fmean(
         max(
-            makespan_ns(schedule, noisy_costs(costs, Noise(NOISE), seed=2 * seed + d, split=schedule.is_split))
+            compute_makespan_ns(schedule, noisy_costs(costs, Noise(NOISE), seed=2 * seed + d, split=schedule.is_split))
             for d, (schedule, costs) in enumerate(priced)
         )
         for seed in range(30)
@@ -81,7 +81,7 @@ def test_rounds_replace_an_order_only_where_they_are_better_in_the_mean() -> Non
         differ += chosen[0.0] != chosen[NOISE]
         for noise, schedules in chosen.items():
             for before, after, costs in zip(plan.schedules, schedules, plan.costs, strict=True):
-                means = [mean_makespan_ns(one, costs, noise) for one in (after, before)]
+                means = [compute_mean_makespan_ns(one, costs, noise) for one in (after, before)]
                 assert means[0] < means[1] or after == before
     assert differ
 

@@ -8,8 +8,8 @@ import pytest
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes, simulate_ns, validate
-from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_peak_bytes, simulate_ns, validate
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, make_published_schedule
 from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b, one_f_one_b
 from dynapipe_ext.schedules.published.v_shape import v_half, zb_v
 from dynapipe_ext.schedules.published.zero_bubble import zb_h1, zb_h2
@@ -51,9 +51,9 @@ def test_zb_h1_has_the_paper_s_bubble_in_the_memory_of_1f1b(
     costs = uniform(schedule, *times)
     forward, gradient, weight = times
     work = m * (forward + gradient + weight)
-    assert makespan_ns(schedule, costs) - work == (p - 1) * (forward + gradient - weight)
-    assert peak_bytes(schedule, costs) == (p,) * p
-    assert max(peak_bytes(one_f_one_b(p, m), costs)) == p
+    assert compute_makespan_ns(schedule, costs) - work == (p - 1) * (forward + gradient - weight)
+    assert compute_peak_bytes(schedule, costs) == (p,) * p
+    assert max(compute_peak_bytes(one_f_one_b(p, m), costs)) == p
 
 
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), SIZES)
@@ -64,8 +64,8 @@ def test_zb_h2_never_idles_between_its_first_and_last_action_in_2p_minus_1(
     costs = uniform(schedule)
     assert num_micro_batches >= 2 * num_ranks - 1
     assert idle_inside(schedule, costs) == [0] * num_ranks
-    assert makespan_ns(schedule, costs) == 3 * num_micro_batches + num_ranks - 1
-    assert peak_bytes(schedule, costs) == (2 * num_ranks - 1,) * num_ranks
+    assert compute_makespan_ns(schedule, costs) == 3 * num_micro_batches + num_ranks - 1
+    assert compute_peak_bytes(schedule, costs) == (2 * num_ranks - 1,) * num_ranks
 
 
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), SIZES)
@@ -74,8 +74,8 @@ def test_zb_v_never_idles_in_the_memory_of_1f1b(num_ranks: int, num_micro_batche
     costs = uniform(schedule)
     assert schedule.stage_ranks == (*range(num_ranks), *reversed(range(num_ranks)))
     assert idle_inside(schedule, costs) == [0] * num_ranks
-    assert makespan_ns(schedule, costs) == 6 * num_micro_batches + num_ranks - 1
-    assert max(peak_bytes(schedule, costs)) <= 2 * num_ranks  # stages of half a rank's size
+    assert compute_makespan_ns(schedule, costs) == 6 * num_micro_batches + num_ranks - 1
+    assert max(compute_peak_bytes(schedule, costs)) <= 2 * num_ranks  # stages of half a rank's size
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 17))
@@ -84,8 +84,8 @@ def test_v_half_takes_half_the_memory_of_1f1b_and_half_its_bubble(num_ranks: int
     for num_micro_batches in (1, 2, num_ranks, 4 * num_ranks):
         schedule = v_half(num_ranks, num_micro_batches)
         costs = uniform(schedule)
-        assert max(peak_bytes(schedule, costs)) <= 2 * ((num_ranks + 2) // 2)
-    assert makespan_ns(schedule, costs) - 6 * num_micro_batches <= 3 * num_ranks
+        assert max(compute_peak_bytes(schedule, costs)) <= 2 * ((num_ranks + 2) // 2)
+    assert compute_makespan_ns(schedule, costs) - 6 * num_micro_batches <= 3 * num_ranks
 
 
 def test_interleaving_of_one_stage_a_rank_is_1f1b() -> None:
@@ -97,16 +97,16 @@ def test_interleaving_of_one_stage_a_rank_is_1f1b() -> None:
 def test_at_uniform_costs_the_search_takes_no_longer_in_the_same_memory(
     name: str, num_ranks: int, num_micro_batches: int
 ) -> None:
-    published = published_schedule(name, num_ranks, num_micro_batches)
+    published = make_published_schedule(name, num_ranks, num_micro_batches)
     costs = uniform(published)
     found = optimize(
         costs,
-        memory_limit_bytes=max(peak_bytes(published, costs)),
+        memory_limit_bytes=max(compute_peak_bytes(published, costs)),
         split=published.is_split,
         effort=0,
         stage_ranks=published.stage_ranks,
     )
-    assert makespan_ns(found, costs) <= makespan_ns(published, costs)
+    assert compute_makespan_ns(found, costs) <= compute_makespan_ns(published, costs)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -114,7 +114,7 @@ def test_every_published_schedule_runs_for_all_ranks_and_micro_batches(name: str
     for num_ranks in range(1, 9):
         for num_micro_batches in (*range(1, 20), 33):
             for stages in (1, 2, 3, 4) if name == "interleaved-1f1b" else (None,):
-                schedule = published_schedule(name, num_ranks, num_micro_batches, stages_per_rank=stages)
+                schedule = make_published_schedule(name, num_ranks, num_micro_batches, stages_per_rank=stages)
                 validate(schedule, num_micro_batches)
                 assert schedule.name == name
                 assert len(schedule.ranks) == num_ranks
@@ -126,7 +126,7 @@ def test_interleaving_has_the_papers_bubble_for_any_number_of_micro_batches(stag
     for num_ranks in (2, 3, 4, 8):
         for num_micro_batches in range(num_ranks, 5 * num_ranks):
             schedule = interleaved_1f1b(num_ranks, num_micro_batches, stages_per_rank)
-            bubble = makespan_ns(schedule, uniform(schedule)) - 3 * num_micro_batches * stages_per_rank
+            bubble = compute_makespan_ns(schedule, uniform(schedule)) - 3 * num_micro_batches * stages_per_rank
             assert bubble == 3 * (num_ranks - 1), (num_ranks, num_micro_batches)
 
 
@@ -134,17 +134,17 @@ def test_v_half_has_the_bubble_that_its_authors_reordering_gives() -> None:
     """In passes of half a rank: 3p - 7 for even p, 3p - 4 for odd, at any number of micro-batches from p on."""
     for num_ranks in range(3, 13):
         for num_micro_batches in (num_ranks, 2 * num_ranks + 1, 4 * num_ranks):
-            schedule = published_schedule("v-half", num_ranks, num_micro_batches)
-            bubble = makespan_ns(schedule, uniform(schedule)) - 6 * num_micro_batches
+            schedule = make_published_schedule("v-half", num_ranks, num_micro_batches)
+            bubble = compute_makespan_ns(schedule, uniform(schedule)) - 6 * num_micro_batches
             assert bubble == 3 * num_ranks - (4 if num_ranks % 2 else 7)
 
 
 def test_v_half_holds_half_of_what_1f1b_and_zb_v_hold() -> None:
     for num_ranks in (4, 8, 16):
         peaks = {
-            name: max(peak_bytes(schedule, uniform(schedule))) * num_ranks / schedule.num_stages
+            name: max(compute_peak_bytes(schedule, uniform(schedule))) * num_ranks / schedule.num_stages
             for name in ("1f1b", "zb-v", "v-half")
-            for schedule in [published_schedule(name, num_ranks, 4 * num_ranks)]
+            for schedule in [make_published_schedule(name, num_ranks, 4 * num_ranks)]
         }
         assert peaks == {"1f1b": num_ranks, "zb-v": num_ranks, "v-half": num_ranks / 2 + 1}
 
@@ -153,42 +153,42 @@ def test_v_half_holds_half_of_what_1f1b_and_zb_v_hold() -> None:
 def test_few_micro_batches_are_no_slower_than_in_1f1b(name: str) -> None:
     for num_ranks in range(2, 9):
         for num_micro_batches in range(1, 2 * num_ranks):
-            schedule = published_schedule(name, num_ranks, num_micro_batches)
+            schedule = make_published_schedule(name, num_ranks, num_micro_batches)
             plain = one_f_one_b(num_ranks, num_micro_batches)
             stages_a_rank = schedule.num_stages // num_ranks
-            ours = makespan_ns(schedule, uniform(schedule))
-            assert ours <= stages_a_rank * makespan_ns(plain, uniform(plain)), (num_ranks, num_micro_batches)
+            ours = compute_makespan_ns(schedule, uniform(schedule))
+            assert ours <= stages_a_rank * compute_makespan_ns(plain, uniform(plain)), (num_ranks, num_micro_batches)
 
 
 def test_zb_h2_with_fewer_micro_batches_than_it_needs_is_no_slower_than_zb_h1() -> None:
     for num_ranks in range(1, 9):
         for num_micro_batches in range(1, 2 * num_ranks):
-            h1, h2 = (published_schedule(name, num_ranks, num_micro_batches) for name in ("zb-h1", "zb-h2"))
-            assert makespan_ns(h2, uniform(h2)) <= makespan_ns(h1, uniform(h1))
+            h1, h2 = (make_published_schedule(name, num_ranks, num_micro_batches) for name in ("zb-h1", "zb-h2"))
+            assert compute_makespan_ns(h2, uniform(h2)) <= compute_makespan_ns(h1, uniform(h1))
 
 
 def test_one_rank_never_waits() -> None:
     for name in PUBLISHED:
-        schedule = published_schedule(name, 1, 5)
+        schedule = make_published_schedule(name, 1, 5)
         (spans,) = simulate_ns(schedule, uniform(schedule))
         assert spans[-1][1] == sum(end - start for start, end in spans)
 
 
 def test_only_zero_bubble_and_v_schedules_split_the_backward() -> None:
     for name in PUBLISHED:
-        kinds = {action.kind for rank in published_schedule(name, 4, 8).ranks for action in rank}
+        kinds = {action.kind for rank in make_published_schedule(name, 4, 8).ranks for action in rank}
         split = {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
         assert kinds == (split if name.startswith(("zb", "v")) else {Kind.FORWARD, Kind.BACKWARD})
 
 
 def test_what_cannot_be_built_is_refused_with_what_can() -> None:
     with pytest.raises(ConfigError, match=r"'zbh1' is not known: choose one of gpipe, 1f1b, .*v-half"):
-        published_schedule("zbh1", 4, 8)
+        make_published_schedule("zbh1", 4, 8)
     with pytest.raises(ConfigError, match="zb-v has 2 stages per rank, not 3"):
-        published_schedule("zb-v", 4, 8, stages_per_rank=3)
+        make_published_schedule("zb-v", 4, 8, stages_per_rank=3)
     with pytest.raises(PlanError, match="with 0 ranks"):
-        published_schedule("1f1b", 0, 8)
+        make_published_schedule("1f1b", 0, 8)
     with pytest.raises(PlanError, match="0 stages-per-rank"):
-        published_schedule("interleaved-1f1b", 4, 8, stages_per_rank=0)
+        make_published_schedule("interleaved-1f1b", 4, 8, stages_per_rank=0)
     with pytest.raises(PlanError, match="at least 1"):
         PUBLISHED["zb-h1"](4, 0)

@@ -10,17 +10,17 @@ import pytest
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.schedules.actions import PipelineSchedule, linear_schedule
-from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
+from dynapipe_ext.schedules.actions import PipelineSchedule, make_linear_schedule
+from dynapipe_ext.schedules.evaluation.bounds import bound_replica
 from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
     StageMemory,
-    makespan_ns,
-    peak_bytes,
+    compute_makespan_ns,
+    compute_peak_bytes,
     simulate,
     simulate_ns,
     simulate_shared_ns,
-    static_bytes,
+    sum_static_bytes,
     validate,
 )
 from dynapipe_ext.schedules.notation import parse_lines
@@ -96,7 +96,10 @@ GPIPE = gpipe(2, 1)
         (lambda: shared_traces([(CYCLE, CYCLE_COSTS)], SharedCores(1)), f"deadlocks: {BLOCKED}"),
         (lambda: simulate_ns(parse_lines("0: 0F0 0W0 0I0"), costs_of([[1]], [[2]])), "rank 0 at 0W0"),
         (lambda: simulate_ns(GPIPE, costs_of([[1]] * 3, [[1]] * 3)), "has 2 stages but the costs have 3"),
-        (lambda: peak_bytes(gpipe(2, 2), costs_of([[1]] * 2, [[1]] * 2)), "0F1 is outside.* 2 stages and 1 micro-bat"),
+        (
+            lambda: compute_peak_bytes(gpipe(2, 2), costs_of([[1]] * 2, [[1]] * 2)),
+            "0F1 is outside.* 2 stages and 1 micro-bat",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_by_action_and_reason(call: Callable[[], object], message: str) -> None:
@@ -107,7 +110,7 @@ def test_what_cannot_run_is_refused_by_action_and_reason(call: Callable[[], obje
 def test_transfers_delay_both_directions_between_ranks_and_nothing_within_one() -> None:
     costs = costs_of([[10], [10]], [[20], [20]], transfer=3)
     assert simulate_ns(gpipe(2, 1), costs) == [[(0, 10), (46, 66)], [(13, 23), (23, 43)]]
-    assert makespan_ns(parse_lines("0: 0F0 1F0 1B0 0B0"), costs) == 60
+    assert compute_makespan_ns(parse_lines("0: 0F0 1F0 1B0 0B0"), costs) == 60
 
 
 def test_transfers_neither_queue_nor_block_the_sender() -> None:
@@ -119,8 +122,8 @@ def test_transfers_neither_queue_nor_block_the_sender() -> None:
 
 def test_a_split_backward_sends_its_gradient_before_its_weight_gradient_runs() -> None:
     costs = costs_of([[10], [10]], [[20], [20]])
-    assert makespan_ns(parse_lines("0: 0F0 0B0\n1: 1F0 1I0 1W0"), costs) == 50
-    assert makespan_ns(parse_lines("0: 0F0 0B0\n1: 1F0 1B0"), costs) == 60
+    assert compute_makespan_ns(parse_lines("0: 0F0 0B0\n1: 1F0 1I0 1W0"), costs) == 50
+    assert compute_makespan_ns(parse_lines("0: 0F0 0B0\n1: 1F0 1B0"), costs) == 60
 
 
 def test_the_trace_has_one_track_a_rank_in_order_of_time_with_bytes_and_cpu_seconds() -> None:
@@ -152,19 +155,22 @@ def test_three_busy_ranks_on_two_cores_run_at_two_thirds() -> None:
 def test_peaks_count_working_bytes_in_forward_and_backward_unless_forwards_alone_are_known() -> None:
     costs = costs_of([[1, 1]], [[2, 2]], stored=10, working=4, static=100)
     schedule = parse_lines("0: 0F0 0F1 0I0 0B1 0W0")
-    assert peak_bytes(schedule, costs) == (124,)
+    assert compute_peak_bytes(schedule, costs) == (124,)
     assert [span.num_bytes for span in simulate(schedule, costs).spans] == [110, 120, 120, 110, 100]
     one = parse_lines("0: 0F0 0B0 0F1 0B1")
-    assert peak_bytes(one, costs) == peak_bytes(one, replace(costs, working_in="F")) == (114,)
+    assert compute_peak_bytes(one, costs) == compute_peak_bytes(one, replace(costs, working_in="F")) == (114,)
     late = parse_lines("0: 0F0 0F1 0B0 0B1")
     grown = replace(costs, working_bytes=np.array([[9, 0]]))
-    assert (peak_bytes(late, grown), peak_bytes(late, replace(grown, working_in="F"))) == ((129,), (120,))
+    assert (compute_peak_bytes(late, grown), compute_peak_bytes(late, replace(grown, working_in="F"))) == (
+        (129,),
+        (120,),
+    )
 
 
 def test_a_split_backward_holds_its_bytes_until_the_weight_gradient() -> None:
     costs = costs_of([[1, 1]], [[2, 2]], stored=10)
-    assert peak_bytes(parse_lines("0: 0F0 0I0 0F1 0W0 0B1"), costs) == (20,)
-    assert peak_bytes(parse_lines("0: 0F0 0I0 0W0 0F1 0B1"), costs) == (10,)
+    assert compute_peak_bytes(parse_lines("0: 0F0 0I0 0F1 0W0 0B1"), costs) == (20,)
+    assert compute_peak_bytes(parse_lines("0: 0F0 0I0 0W0 0F1 0B1"), costs) == (10,)
 
 
 def test_a_micro_batch_enters_where_the_backwards_of_all_that_are_inside_fit_as_far_as_they_need_working_bytes() -> (
@@ -183,16 +189,16 @@ def test_a_micro_batch_enters_where_the_backwards_of_all_that_are_inside_fit_as_
 def test_static_bytes_of_all_stages_of_a_rank_add_up() -> None:
     schedule = parse_lines("0: 0F0 2F0 2B0 0B0\n1: 1F0 1B0")
     costs = costs_of([[1]] * 3, [[1]] * 3, static=7, stored=1)
-    assert static_bytes(schedule, costs) == (14, 7)
-    assert peak_bytes(schedule, costs) == (16, 8)
+    assert sum_static_bytes(schedule, costs) == (14, 7)
+    assert compute_peak_bytes(schedule, costs) == (16, 8)
 
 
 def test_an_empty_schedule_takes_no_time_and_static_bytes_only() -> None:
     costs = costs_of([[], []], [[], []], static=3)
-    schedule = linear_schedule("none", [[], []])
+    schedule = make_linear_schedule("none", [[], []])
     validate(schedule, 0)
-    assert (makespan_ns(schedule, costs), peak_bytes(schedule, costs)) == (0, (3, 3))
-    assert simulate(schedule, costs).makespan_s == replica_bounds(schedule, costs, split=True).best_ns == 0
+    assert (compute_makespan_ns(schedule, costs), compute_peak_bytes(schedule, costs)) == (0, (3, 3))
+    assert simulate(schedule, costs).makespan_s == bound_replica(schedule, costs, split=True).best_ns == 0
     for made in (
         optimize(costs, memory_limit_bytes=3, split=False, effort=5),
         clustered_cyclic(costs, memory_limit_bytes=3),
@@ -204,46 +210,48 @@ def test_the_bound_is_met_by_a_single_stage_a_single_micro_batch_and_uniform_1f1
     for forward, backward in (([[3, 5, 8]], [[6, 10, 16]]), ([[3], [5], [8]], [[6], [10], [16]])):
         costs = costs_of(forward, backward, transfer=2)
         schedule = one_f_one_b(len(forward), len(forward[0]))
-        assert replica_bounds(schedule, costs, split=False).best_ns == makespan_ns(schedule, costs)
+        assert bound_replica(schedule, costs, split=False).best_ns == compute_makespan_ns(schedule, costs)
     costs = costs_of([[4] * 6] * 4, [[8] * 6] * 4)
-    assert replica_bounds(range(4), costs, split=False).best_ns == makespan_ns(one_f_one_b(4, 6), costs) == 9 * 12
+    assert (
+        bound_replica(range(4), costs, split=False).best_ns == compute_makespan_ns(one_f_one_b(4, 6), costs) == 9 * 12
+    )
 
 
 def test_the_bound_counts_the_way_down_and_back_after_the_forwards_of_an_early_stage() -> None:
     """Both forwards of stage 0 take 20; after the second come two transfers of 100, and F, B and B of 1 each."""
     costs = costs_of([[10, 10], [1, 1]], [[1, 1], [1, 1]], transfer=100)
-    assert replica_bounds(range(2), costs, split=False).best_ns == makespan_ns(one_f_one_b(2, 2), costs) == 223
+    assert bound_replica(range(2), costs, split=False).best_ns == compute_makespan_ns(one_f_one_b(2, 2), costs) == 223
 
 
 def test_a_split_backward_needs_no_tail_after_its_weight_gradients() -> None:
     costs = costs_of([[4] * 6] * 4, [[8] * 6] * 4)
-    assert replica_bounds(range(4), costs, split=True).best_ns == 6 * 12 + 3 * 4
+    assert bound_replica(range(4), costs, split=True).best_ns == 6 * 12 + 3 * 4
 
 
 def test_weight_gradients_run_beside_the_gradients_way_up_and_the_bound_knows_both() -> None:
     """F0 10, F1 10, I1 10, then W1 beside I0 and W0: 50, whatever bound is asked."""
     costs = costs_of([[10], [10]], [[20], [20]], stored=5)
     schedule = parse_lines("0: 0F0 0I0 0W0\n1: 1F0 1I0 1W0")
-    assert makespan_ns(schedule, costs) == replica_bounds(schedule, costs, split=True).best_ns == 50
-    assert replica_bounds(schedule, costs, split=True, memory_limit_bytes=5).best_ns == 50
+    assert compute_makespan_ns(schedule, costs) == bound_replica(schedule, costs, split=True).best_ns == 50
+    assert bound_replica(schedule, costs, split=True, memory_limit_bytes=5).best_ns == 50
 
 
 def test_one_micro_batch_in_memory_at_a_time_makes_the_byte_time_bound_the_whole_truth() -> None:
     costs = costs_of([[4] * 5] * 2, [[8] * 5] * 2, stored=10, static=7)
     searched = optimize(costs, memory_limit_bytes=17, split=False, effort=0)
     for found in (searched, cyclic(costs, memory_limit_bytes=17)):
-        bound = replica_bounds(found, costs, split=False, memory_limit_bytes=17).best_ns
-        assert bound == makespan_ns(found, costs) == 5 * 24 > replica_bounds(found, costs, split=False).best_ns
+        bound = bound_replica(found, costs, split=False, memory_limit_bytes=17).best_ns
+        assert bound == compute_makespan_ns(found, costs) == 5 * 24 > bound_replica(found, costs, split=False).best_ns
     with pytest.raises(PlanError, match="rank 0 holds 7 B of weights and states"):
-        replica_bounds(found, costs, split=False, memory_limit_bytes=7)
+        bound_replica(found, costs, split=False, memory_limit_bytes=7)
 
 
 def test_the_bound_knows_that_stages_on_one_rank_share_it_and_need_no_transfer() -> None:
     costs = costs_of([[10], [10]], [[20], [20]], transfer=3)
-    assert replica_bounds((0, 0), costs, split=False).best_ns == 60
-    assert replica_bounds((0, 1), costs, split=False).best_ns == 66
+    assert bound_replica((0, 0), costs, split=False).best_ns == 60
+    assert bound_replica((0, 1), costs, split=False).best_ns == 66
     with pytest.raises(PlanError, match="the placement has 3 stages but the costs have 2"):
-        replica_bounds((0, 1, 2), costs, split=False)
+        bound_replica((0, 1, 2), costs, split=False)
 
 
 def test_impossible_arguments_are_refused_with_their_bound() -> None:

@@ -129,7 +129,7 @@ def test_a_broken_line_is_refused_naming_it(text: str, message: str) -> None:
 
 
 def test_comments_and_empty_lines_are_passed_over() -> None:
-    assert parse_lines("# one stage\n\n0: 0F0 0B0  # all of it\n").lines() == [["0F0", "0B0"]]
+    assert parse_lines("# one stage\n\n0: 0F0 0B0  # all of it\n").to_lines() == [["0F0", "0B0"]]
 
 
 def test_actions_without_duration_leave_a_picture_whole() -> None:

@@ -15,9 +15,9 @@ from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.commands.show_schedule import DEFAULT_EFFORT, schedule_for
 from dynapipe_ext.schedules.actions import Kind
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, peak_bytes
-from dynapipe_ext.schedules.notation import format_lines, parse_lines, picture
-from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_peak_bytes
+from dynapipe_ext.schedules.notation import draw_cells, format_lines, parse_lines
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, make_published_schedule
 from dynapipe_ext.tools.show.schedule import (
     FOR_COSTS,
     ScheduleView,
@@ -31,7 +31,7 @@ from dynapipe_ext.tools.show.schedule import (
 
 
 def uniform_view(name: str, num_ranks: int = 4, num_micro_batches: int = 8) -> ScheduleView:
-    schedule = published_schedule(name, num_ranks, num_micro_batches)
+    schedule = make_published_schedule(name, num_ranks, num_micro_batches)
     return view_of(schedule, rank_costs(schedule.stage_ranks, num_micro_batches, (1, 1, 1)), "1 ms each")
 
 
@@ -76,7 +76,7 @@ def test_stages_are_named_where_there_is_room_in_every_action_and_nowhere_else()
 
 def test_each_kind_has_a_colour_of_its_own() -> None:
     view = uniform_view("zb-h1", 1, 1)
-    assert picture(view.schedule, view.trace, width=12) == [
+    assert draw_cells(view.schedule, view.trace, width=12) == [
         [("0---", Kind.FORWARD), ("0i==", Kind.BACKWARD_INPUT), ("0w~~", Kind.BACKWARD_WEIGHT)]
     ]
     row = next(line for line in printed(view, 16, colours=True).splitlines() if line.startswith("0 |"))
@@ -101,19 +101,19 @@ def test_what_is_printed_names_the_figures() -> None:
 def test_memory_is_in_proportion_to_uneven_times_and_shared_by_the_stages_of_a_rank() -> None:
     factors = np.array([2.0, 0.5])
     for name, peak, in_flight in (("gpipe", 2.5e6, 2), ("1f1b", 2e6, 1), ("interleaved-1f1b", 2e6, 1)):
-        schedule = published_schedule(name, 1, 2)
+        schedule = make_published_schedule(name, 1, 2)
         view = view_of(schedule, rank_costs(schedule.stage_ranks, 2, (1, 1, 1), factors), "")
         assert (view.peak_bytes, view.in_flight) == ((peak,), (in_flight,))
 
 
 @pytest.mark.parametrize("name", FOR_COSTS)
 def test_a_schedule_made_for_costs_keeps_the_limit_and_beats_1f1b_on_uneven_micro_batches(name: str) -> None:
-    plain = published_schedule("1f1b", 4, 12)
+    plain = make_published_schedule("1f1b", 4, 12)
     costs = rank_costs(plain.stage_ranks, 12, (1, 1, 1), uneven_factors(12, cv=0.6, seed=1))
-    limit = max(peak_bytes(plain, costs))
+    limit = max(compute_peak_bytes(plain, costs))
     found = schedule_for(name, costs, plain.stage_ranks, memory_limit_bytes=limit, effort=200)
-    assert max(peak_bytes(found, costs)) <= limit
-    assert makespan_ns(found, costs) < makespan_ns(plain, costs)
+    assert max(compute_peak_bytes(found, costs)) <= limit
+    assert compute_makespan_ns(found, costs) < compute_makespan_ns(plain, costs)
 
 
 def test_the_search_takes_any_placement_and_split_backwards() -> None:
@@ -164,9 +164,9 @@ def test_the_page_of_plans_lists_every_schedule_with_figures_that_are_true(root:
             name, _, split = title.partition(" ")
             linear = rank_costs(range(4), 16, (1, 1, 1), factors)
             if name in PUBLISHED:
-                schedule = published_schedule(name, 4, 16)
+                schedule = make_published_schedule(name, 4, 16)
             else:
-                limit = max(peak_bytes(published_schedule("1f1b", 4, 16), linear))
+                limit = max(compute_peak_bytes(make_published_schedule("1f1b", 4, 16), linear))
                 schedule = schedule_for(
                     name, linear, range(4), memory_limit_bytes=limit, effort=DEFAULT_EFFORT, split=bool(split)
                 )
@@ -205,7 +205,7 @@ def test_one_of_a_thing_is_not_called_several() -> None:
 
 def test_files_of_lines_and_csv_are_read_and_faults_name_file_and_place(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
-    schedule = published_schedule("v-half", 3, 4)
+    schedule = make_published_schedule("v-half", 3, 4)
     file.write_text(format_lines(schedule))
     assert read_schedule(file)[0].ranks == schedule.ranks
     file.write_text("0: 0F0 0B0\n1: 1B0 1F0\n")

@@ -13,7 +13,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import peak_bytes, simulate_ns, validate
+from dynapipe_ext.schedules.evaluation.simulate import compute_peak_bytes, simulate_ns, validate
 from dynapipe_ext.schedules.planner import Planner
 from tests.bench.noise import Loss, Noise, measure_slack, noisy_costs, readiness_first
 
@@ -110,7 +110,7 @@ def test_readiness_first_fits_the_limit_and_never_waits_beside_a_gradient_that_i
         schedule = readiness_first(costs, range(4), memory_limit_bytes=LIMIT_BYTES, split=split)
         validate(schedule, costs.num_micro_batches)
         assert schedule.is_split == split
-        assert max(peak_bytes(schedule, costs)) <= LIMIT_BYTES
+        assert max(compute_peak_bytes(schedule, costs)) <= LIMIT_BYTES
         spans = simulate_ns(schedule, costs)
         rows = list(zip(schedule.ranks, spans, strict=True))
         ends = {a: end for actions, row in rows for a, (_, end) in zip(actions, row, strict=True)}

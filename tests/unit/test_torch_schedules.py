@@ -9,7 +9,7 @@ import pytest
 
 from dynapipe_ext.launch.commands.show_schedule import schedule_for
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.published.by_name import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.published.by_name import PUBLISHED, make_published_schedule
 from dynapipe_ext.tools.show.schedule import rank_costs, uneven_factors
 
 
@@ -56,14 +56,14 @@ def test_torch_runs_the_same_actions_in_the_same_order(
 ) -> None:
     """Equal: what every rank computes, in which order, and where stages lie. Torch's lists also have empty steps and
     the reduction of gradients."""
-    ours = published_schedule(name, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
-    assert torch_order(class_name, num_ranks, num_micro_batches, stages_per_rank) == dict(enumerate(ours.lines()))
+    ours = make_published_schedule(name, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
+    assert torch_order(class_name, num_ranks, num_micro_batches, stages_per_rank) == dict(enumerate(ours.to_lines()))
 
 
 def test_torch_runs_1f1b_in_the_same_order_but_numbers_the_last_rank_s_forwards_from_1() -> None:
     """Torch's list for the last rank of 1F1B is 3F1 3B0 3F2 ..., which its own validator refuses."""
     for num_micro_batches in (4, 8, 10):
-        ours = dict(enumerate(published_schedule("1f1b", 4, num_micro_batches).lines()))
+        ours = dict(enumerate(make_published_schedule("1f1b", 4, num_micro_batches).to_lines()))
         theirs = torch_order("Schedule1F1B", 4, num_micro_batches, 1)
         last = theirs.pop(3)
         assert [word[:2] for word in last] == [word[:2] for word in ours.pop(3)]
@@ -73,7 +73,7 @@ def test_torch_runs_1f1b_in_the_same_order_but_numbers_the_last_rank_s_forwards_
 def placement_torch_finds(schedule: PipelineSchedule, num_micro_batches: int) -> dict[int, int]:
     """The rank of each stage; AssertionError where torch's validator refuses the schedule."""
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
-    actions = {rank: [torch._Action.from_str(word) for word in row] for rank, row in enumerate(schedule.lines())}
+    actions = {rank: [torch._Action.from_str(word) for word in row] for rank, row in enumerate(schedule.to_lines())}
     found: dict[int, int] = torch._validate_schedule(
         actions, len(schedule.ranks), schedule.num_stages, num_micro_batches
     )
@@ -87,7 +87,7 @@ def test_torch_s_validator_accepts_every_published_schedule_and_finds_its_placem
     name: str, stages_per_rank: int | None
 ) -> None:
     for num_ranks, num_micro_batches in ((1, 1), (2, 3), (4, 8), (5, 7), (6, 2)):
-        ours = published_schedule(name, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
+        ours = make_published_schedule(name, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
         assert placement_torch_finds(ours, num_micro_batches) == dict(enumerate(ours.stage_ranks))
 
 
@@ -111,7 +111,7 @@ def test_torch_s_validator_accepts_schedules_made_for_costs_and_a_limit(
 
 
 def test_torch_s_validator_refuses_a_schedule_that_lacks_an_action() -> None:
-    ours = published_schedule("zb-h1", 2, 3)
+    ours = make_published_schedule("zb-h1", 2, 3)
     with pytest.raises(AssertionError):
         placement_torch_finds(replace(ours, ranks=(ours.ranks[0][:-1], ours.ranks[1])), 3)
 
@@ -121,7 +121,7 @@ def test_megatron_goes_through_micro_batches_and_stages_in_the_same_turns() -> N
     megatron = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
     for p, m, v in ((2, 4, 2), (4, 8, 2), (4, 12, 3)):
         table = megatron.get_schedule_table(m, v, p)
-        for actions in published_schedule("interleaved-1f1b", p, m, stages_per_rank=v).ranks:
+        for actions in make_published_schedule("interleaved-1f1b", p, m, stages_per_rank=v).ranks:
             forwards = [(a.micro_batch, a.stage // p) for a in actions if a.kind is Kind.FORWARD]
             backwards = [(a.micro_batch, v - 1 - a.stage // p) for a in actions if a.kind is Kind.BACKWARD]
             assert forwards == backwards == table

@@ -28,7 +28,7 @@ from dynapipe_ext.executor.instructions import (
 )
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.simulate import makespan_ns, simulate_ns
+from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, simulate_ns
 from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.published.zero_bubble import zb_h2
 from dynapipe_ext.schedules.search.optimizer import optimize
@@ -134,7 +134,7 @@ def overheads(transfer_share: float) -> list[float]:
             for draw in range(6):
                 noise = Noise(slow_stage=[None, 0, 1, 2, 3, 1][draw])
                 noisy = noisy_costs(costs, noise, seed=draw, split=schedule.is_split)
-                found.append(run_ns(programs, noisy) / makespan_ns(schedule, noisy) - 1)
+                found.append(run_ns(programs, noisy) / compute_makespan_ns(schedule, noisy) - 1)
     return found
 
 
@@ -153,4 +153,4 @@ def test_plans_are_proven_and_no_slower_than_predicted():
     for schedule in schedules(costs):
         programs = programs_of(schedule, costs)
         verify(programs, schedule.stage_ranks, NUM_MICRO_BATCHES)
-        assert run_ns(programs, costs) <= 1.001 * makespan_ns(schedule, costs)
+        assert run_ns(programs, costs) <= 1.001 * compute_makespan_ns(schedule, costs)

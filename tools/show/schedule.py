@@ -23,9 +23,9 @@ from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import replica_bounds
-from dynapipe_ext.schedules.evaluation.simulate import peak_bytes, simulate, simulate_ns, validate
-from dynapipe_ext.schedules.notation import from_csv, parse_lines, picture
+from dynapipe_ext.schedules.evaluation.bounds import bound_replica
+from dynapipe_ext.schedules.evaluation.simulate import compute_peak_bytes, simulate, simulate_ns, validate
+from dynapipe_ext.schedules.notation import draw_cells, from_csv, parse_lines
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.console import counted, percent
@@ -166,17 +166,17 @@ def view_of(
     makespan_ns = max(rank[-1][1] for rank in spans)
     busy_ns = sum(end - start for rank in spans for start, end in rank)
     inner_ns = sum(rank[-1][1] - rank[0][0] for rank in spans)
-    activations = peak_bytes(schedule, held_once)
+    activations = compute_peak_bytes(schedule, held_once)
     on_rank = Counter(schedule.stage_ranks)
     return ScheduleView(
         schedule=schedule,
         trace=simulate(schedule, costs).with_pieces(pieces or {}),
         makespan_ns=makespan_ns,
-        lower_bound_ns=replica_bounds(schedule, costs, split=schedule.is_split).best_ns,
+        lower_bound_ns=bound_replica(schedule, costs, split=schedule.is_split).best_ns,
         bubble_ratio=1 - busy_ns / (len(schedule.ranks) * makespan_ns),
         inner_bubble_ratio=1 - busy_ns / inner_ns,
         in_flight=tuple(held / on_rank[rank] for rank, held in enumerate(activations)),
-        peak_bytes=peak_bytes(schedule, costs),
+        peak_bytes=compute_peak_bytes(schedule, costs),
         times=times,
     )
 
@@ -201,7 +201,7 @@ def schedule_json(view: ScheduleView) -> dict[str, Any]:
 def rendered_schedule(view: ScheduleView, *, width: int) -> RenderableType:
     """The timeline with a row for each rank in at most `width` columns, its legend and the figures."""
     margin = len(str(len(view.schedule.ranks) - 1))
-    rows = picture(view.schedule, view.trace, width=max(1, width - margin - len(" ||")))
+    rows = draw_cells(view.schedule, view.trace, width=max(1, width - margin - len(" ||")))
     text = Text(no_wrap=True, overflow="crop", end="")
     for rank, row in enumerate(rows):
         text.append(f"{rank:>{margin}} |")

@@ -42,7 +42,7 @@ from dynapipe_ext.executor.store.address import named_store
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.schedules.actions import Kind
-from dynapipe_ext.schedules.evaluation.simulate import peak_bytes
+from dynapipe_ext.schedules.evaluation.simulate import compute_peak_bytes
 from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 
 
@@ -466,7 +466,9 @@ def test_every_stage_takes_micro_batches_of_one_shape_in_the_order_of_the_data(
     prove(step_plan, planner.activation_format, planner.replica_collectives)
     if not forward_only:
         megatrons = interleaved_1f1b(pp, count, topology.num_stages // pp)
-        assert max(peak_bytes(schedule, step_plan.costs[0])) <= max(peak_bytes(megatrons, step_plan.costs[0]))
+        assert max(compute_peak_bytes(schedule, step_plan.costs[0])) <= max(
+            compute_peak_bytes(megatrons, step_plan.costs[0])
+        )
 
 
 def test_a_loops_own_micro_batches_are_searched_with_the_effort_of_the_settings(
