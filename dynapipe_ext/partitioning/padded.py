@@ -234,85 +234,70 @@ class _Table:
             caps = replace(caps, max_tokens=caps.max_tokens and caps.max_tokens // self.rows_a_sample)
         self.costs, self.kinds, self.caps, self.stage_ranks = costs, kinds, caps, stage_ranks
         self.min_in_flight = min_in_flight
-        self.own = padded_sides(order, caps.pad_multiple)
-        encoder, decoder = self.own
+        # The encoder length (of a pair, its longer document's) and the decoder length of each sample, rounded up.
+        sides = np.array([(max(s.documents), s.decoder) for s in order], np.int64).T
+        self.own = encoder, decoder = -(-sides // caps.pad_multiple) * caps.pad_multiple
         # Without a decoder side all ranges that end at samples of one length are alike but for their rows.
-        alike = not decoder.any() and bool((np.diff(encoder) >= 0).all())
+        is_alike = not decoder.any() and bool((np.diff(encoder) >= 0).all())
         _, first, self.member = np.unique(
-            encoder if alike else np.arange(len(encoder)), return_index=True, return_inverse=True
+            encoder if is_alike else np.arange(len(encoder)), return_index=True, return_inverse=True
         )
         self.last = np.append(first[1:], len(encoder)) - 1  # of the samples of each class
         self.priced: list[list[MicroBatchCosts]] = [[] for _ in kinds]
         self.times = np.zeros(0, np.int64)
         self.sizes: list[IntArray] = []
-        self.cells: list[ShapeIndex] = []  # of each row count: the shape of each class, -1 while not priced
+        self.cells = np.zeros((0, len(self.last)), np.int32)  # (row counts, classes): the shape, -1 while not priced
         self.grow(0)
 
     def grow(self, most_ns: int) -> None:
         """Price all ranges that take no longer than that; 0: those of one sample."""
         count = self.own.shape[1] if most_ns else 1
-        alive, longest, low = np.arange(len(self.last)), self.own, 1
-        while low <= count and len(alive):
-            high = min(count, _LARGER * low)
-            sizes: list[IntArray] = []
-            places: list[tuple[int, IntArray]] = []
-            for rows in range(low, high + 1):
-                if rows > 1:
-                    longest = np.maximum(longest[:, 1:], self.own[:, : self.own.shape[1] - rows + 1])
-                if rows > len(self.cells):
-                    self.cells.append(np.full(len(self.last), -1, np.int32))
-                classes = alive[(self.last[alive] >= rows - 1) & (self.cells[rows - 1][alive] < 0)]
-                ends = self.last[classes] - rows + 1
-                shapes = np.empty((3, len(classes)), np.int64)
-                shapes[0], shapes[1:] = rows, longest[:, ends]
-                sizes.append(shapes)
-                places.append((rows - 1, classes))
-            self._price(np.concatenate(sizes, axis=1), places)
-            at_end = self.cells[high - 1][alive]
-            alive = alive[(at_end >= 0) & (self.times[at_end] <= (most_ns or INFEASIBLE))]
-            low = high + 1
+        alive, longest, high = np.arange(len(self.last)), self.own[:, self.last], 0
+        while high < count and len(alive):
+            low, high = high + 1, min(count, _LARGER * (high + 1))
+            self.cells = np.pad(self.cells, ((0, max(0, high - len(self.cells))), (0, 0)), constant_values=-1)
+            rows = np.arange(low, high + 1)[:, None]
+            first = self.last[alive] - rows + 1
+            added = self.own[:, np.maximum(first, 0)]
+            sides = np.maximum.accumulate(np.concatenate([longest[:, None], added], axis=1), axis=1)[:, 1:]
+            row, place = np.nonzero((first >= 0) & (self.cells[low - 1 : high, alive] < 0))
+            self.cells[low - 1 + row, alive[place]] = self._price(low + row, *sides[:, row, place])
+            at_end = self.cells[high - 1, alive]
+            kept = (at_end >= 0) & (self.times[at_end] <= (most_ns or INFEASIBLE))
+            alive, longest = alive[kept], sides[:, -1, kept]
 
-    def _price(self, sizes: IntArray, places: list[tuple[int, IntArray]]) -> None:
-        if not sizes.shape[1]:
-            return
-        back = None
-        if sizes[2].any():  # equal shapes are many where samples resemble each other
-            key = (sizes[0] * (int(sizes[1].max()) + 1) + sizes[1]) * (int(sizes[2].max()) + 1) + sizes[2]
-            _, first, back = np.unique(key, return_index=True, return_inverse=True)
-            sizes = sizes[:, first]
-        rows, encoder, decoder = sizes
+    def _price(self, rows: IntArray, encoder: IntArray, decoder: IntArray) -> IntArray:
+        """Price shapes, equal ones once, and return their numbers."""
+        if not len(rows):
+            return rows
+        key = (rows * (int(encoder.max()) + 1) + encoder) * (int(decoder.max()) + 1) + decoder
+        _, first, back = np.unique(key, return_index=True, return_inverse=True)
+        rows, encoder, decoder = sizes = np.stack([rows, encoder, decoder])[:, first]
         priced = [self.costs.evaluate_shapes(self.rows_a_sample * rows, encoder, decoder, kind) for kind in self.kinds]
         time_ns, _ = fastest(priced, self.caps.max_bytes, self.min_in_flight, self.stage_ranks)
         time_ns[rows * (encoder + decoder) > (self.caps.max_tokens or INFEASIBLE)] = INFEASIBLE
-        shapes = len(self.times) + (np.arange(len(time_ns)) if back is None else back.reshape(-1))
-        at = 0
-        for row, classes in places:
-            self.cells[row][classes] = shapes[at : at + len(classes)]
-            at += len(classes)
+        shapes: IntArray = len(self.times) + back.reshape(-1)
         self.times = np.concatenate([self.times, time_ns])
         self.sizes.append(sizes)
         for parts, costs in zip(self.priced, priced, strict=True):
             parts.append(costs)
+        return shapes
 
     def _cells(self, most_ns: int) -> tuple[ShapeIndex, IntArray]:
         """Return shapes and times (rows, classes) of the ranges that take no longer than that, and of single
         samples."""
-        cells = np.array(self.cells)
-        times = np.where(cells >= 0, self.times[cells], INFEASIBLE)
+        times = np.where(self.cells >= 0, self.times[self.cells], INFEASIBLE)
         late = times > most_ns
         late[0] = False
-        cells[late], times[late] = -1, INFEASIBLE
-        return cells, times
+        return np.where(late, np.int32(-1), self.cells), np.where(late, INFEASIBLE, times)
 
     def shapes(self, most_ns: int) -> ShapeIndex:
         """Return the `shapes` of `PricedCuts`, (samples, rows)."""
         cells, _ = self._cells(most_ns)
         cells = cells[: int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1]
-        shapes = np.ascontiguousarray(cells.T[self.member])
-        for rows in range(2, min(shapes.shape) + 1):
-            shapes[: rows - 1, rows - 1] = -1  # no range reaches back beyond the first sample
-        shapes[:, len(shapes) :] = -1
-        return shapes
+        rows, samples = np.indices((len(cells), len(self.member)), np.int32, sparse=True)
+        shapes = np.where(rows > samples, np.int32(-1), cells[:, self.member])  # none reaches beyond the first sample
+        return np.ascontiguousarray(shapes.T)
 
     def even_cuts(self, most_ns: int, weight: int) -> int:
         """Return sum + weight x max of ranges cut from the end, each as long as `most_ns` lets it be."""
@@ -329,7 +314,7 @@ class _Table:
 
     def check_singles(self, order: Sequence[SampleLength]) -> IntArray:
         """Return the time of every sample by itself. Raises PlanError if one cannot run."""
-        singles: IntArray = self.times[self.cells[0][self.member]]
+        singles: IntArray = self.times[self.cells[0, self.member]]
         if int(singles.min()) < 0:
             raise PlanError(
                 f"the cost model gives {singles.min()} ns for a single sample: its times overflow 64 bits or are wrong,"
@@ -343,21 +328,13 @@ class _Table:
         name = f"sample {sample.index} ({sample.encoder} + {sample.decoder} positions, {encoder} + {decoder} padded)"
         if max_tokens is not None and encoder + decoder > max_tokens:
             raise PlanError(f"{name} is above the cap of {max_tokens} tokens per micro-batch: raise it or truncate")
-        columns = (parts[0].take([int(self.cells[0][self.member[place]])]) for parts in self.priced)
+        columns = (parts[0].take([int(self.cells[0, self.member[place]])]) for parts in self.priced)
         needed = min(int(bottleneck(one, self.min_in_flight, self.stage_ranks)[1][0]) for one in columns)
         if needed >= INFEASIBLE or max_bytes is None or needed <= max_bytes:
             raise PlanError(f"{name} has no price on these costs (outside the measured grid?): truncate it")
         raise PlanError(
             f"{name} needs {needed} B by itself but {max_bytes} B is the limit: recompute more, raise tp or truncate"
         )
-
-
-def padded_sides(samples: Sequence[SampleLength], multiple: int) -> IntArray:
-    """Return the encoder length (of a pair, its longer document's) and the decoder length of each sample, rounded up to
-    a multiple: (2, samples)."""
-    sides = np.array([(max(s.documents), s.decoder) for s in samples], np.int64).reshape(-1, 2).T
-    padded: IntArray = -(-sides // multiple) * multiple
-    return padded
 
 
 def ordered(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLength]:
