@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
-#include <iterator>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -43,7 +42,7 @@ class Balance {
     i64 off;  // how far from even it leaves the two loads
     std::vector<int> to_give, to_take;
   };
-  struct Unit {  // one item or two: the sum of their costs, and their places in the group
+  struct Unit {  // up to two items: the sum of their costs, and their places in the group, the same twice for one item
     i64 sum;
     int a, b;
   };
@@ -81,30 +80,22 @@ class Balance {
       for (int num_taken = equal_counts_ ? num_given : 0; num_taken <= (equal_counts_ ? num_given : size); ++num_taken) {
         if (std::max(num_given, num_taken) < size) continue;
         units(groups_[other], num_taken, taken_);
-        if (!given_.empty() && !taken_.empty()) nearest(top, other, num_given, num_taken, best);
+        if (!given_.empty() && !taken_.empty()) find_nearest(top, other, best);
       }
     }
   }
 
-  void nearest(int top, int other, int num_given, int num_taken, Exchange& best) {
+  void find_nearest(int top, int other, Exchange& best) {
     const i64 gap = loads_[top] - loads_[other];
     const i64 last = static_cast<i64>(taken_.size()) - 1;
     for (const bool before : {true, false}) {
-      i64 least = INT64_MAX;
-      std::size_t row = 0, near_row = 0;
-      std::size_t place = 0;
-      for (std::size_t k = 0; k < given_.size(); ++k) {  // sums ascend, and so do their places
-        while (place < taken_.size() && taken_[place].sum < given_[k].sum - gap / 2) ++place;
-        const i64 at = static_cast<i64>(place);
-        const auto near = static_cast<std::size_t>(before ? std::max(at - 1, i64{0}) : std::min(at, last));
-        const i64 off = std::abs(2 * (given_[k].sum - taken_[near].sum) - gap);
-        if (off < least) {
-          least = off;
-          row = k;
-          near_row = near;
-        }
+      i64 place = 0;
+      for (const Unit& unit : given_) {  // sums ascend, and so do their places
+        while (place <= last && taken_[place].sum < unit.sum - gap / 2) ++place;
+        const Unit& near = taken_[before ? std::max(place - 1, i64{0}) : std::min(place, last)];
+        const i64 off = std::abs(2 * (unit.sum - near.sum) - gap);
+        if (off < best.off) best = {off, items(groups_[top], unit), items(groups_[other], near)};
       }
-      if (least < best.off) best = {least, items(groups_[top], given_[row], num_given), items(groups_[other], taken_[near_row], num_taken)};
     }
   }
 
@@ -112,7 +103,7 @@ class Balance {
   void units(const std::vector<int>& group, int size, std::vector<Unit>& into) const {
     into.clear();
     const int count = static_cast<int>(group.size());
-    if (size == 0) into.push_back({0, 0, 0});
+    if (size == 0) into.push_back({0, -1, -1});
     if (size == 1) {
       for (int a = 0; a < count; ++a) into.push_back({costs_[group[a]], a, a});
     }
@@ -124,9 +115,9 @@ class Balance {
     }
   }
 
-  static std::vector<int> items(const std::vector<int>& group, const Unit& unit, int size) {
-    if (size == 0) return {};
-    return size == 1 ? std::vector<int>{group[unit.a]} : std::vector<int>{group[unit.a], group[unit.b]};
+  static std::vector<int> items(const std::vector<int>& group, const Unit& unit) {
+    if (unit.a < 0) return {};
+    return unit.a == unit.b ? std::vector<int>{group[unit.a]} : std::vector<int>{group[unit.a], group[unit.b]};
   }
 
   void move(int g, const std::vector<int>& less, const std::vector<int>& more) {

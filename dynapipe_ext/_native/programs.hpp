@@ -47,22 +47,22 @@ class Lowering {
   }
 
   RankRows rows() {
-    std::vector<std::vector<std::vector<Instruction>>> receives(ranks_.size()), waits(ranks_.size());
-    for (std::size_t r = 0; r < ranks_.size(); ++r) {
-      receives[r].resize(ranks_[r].size() + 1);
-      waits[r].resize(ranks_[r].size() + 1);
+    std::vector<RankRows> before(ranks_.size());  // [rank][action]
+    for (std::size_t r = 0; r < ranks_.size(); ++r) before[r].resize(ranks_[r].size() + 1);
+    const auto ordered = in_one_order();
+    for (const auto& [m, post] : ordered) {
+      before[messages_[m].receiver][post].push_back(transfer_row(kRecv, messages_[m], messages_[m].sender));
     }
-    for (const auto& [m, post] : in_one_order()) {
+    for (const auto& [m, post] : ordered) {
       const Message& message = messages_[m];
-      receives[message.receiver][post].push_back(transfer_row(kRecv, message, message.sender));
       const i64 arrival = times_[message.sender][message.sent_after].second + transfer_[place_of(message)];
       const auto& spans = times_[message.sender];
       const auto later = std::upper_bound(spans.begin(), spans.end(), arrival, [](i64 at, const auto& span) { return at < span.first; });
       const int wait = std::max(static_cast<int>(later - spans.begin()), message.sent_after + 1);
-      waits[message.sender][wait].push_back({kWaitSend, message.stage, message.micro_batch, message.is_gradient, 0, 0, 0});
+      before[message.sender][wait].push_back({kWaitSend, message.stage, message.micro_batch, message.is_gradient, 0, 0, 0});
     }
     RankRows rows(ranks_.size());
-    for (std::size_t r = 0; r < ranks_.size(); ++r) rows[r] = rank_rows(static_cast<int>(r), receives[r], waits[r]);
+    for (std::size_t r = 0; r < ranks_.size(); ++r) rows[r] = rank_rows(static_cast<int>(r), before[r]);
     return rows;
   }
 
@@ -138,14 +138,12 @@ class Lowering {
   }
 
   // Receives are posted first, then finished sends give up their memory, then the action's input is awaited.
-  std::vector<Instruction> rank_rows(int rank, const std::vector<std::vector<Instruction>>& receives,
-                                     const std::vector<std::vector<Instruction>>& waits) const {
+  std::vector<Instruction> rank_rows(int rank, const RankRows& before) const {
     std::vector<Instruction> rows;
     std::vector<char> loaded(count_, 0);
     const auto& actions = ranks_[rank];
     for (std::size_t i = 0; i <= actions.size(); ++i) {
-      rows.insert(rows.end(), receives[i].begin(), receives[i].end());
-      rows.insert(rows.end(), waits[i].begin(), waits[i].end());
+      rows.insert(rows.end(), before[i].begin(), before[i].end());
       if (i == actions.size()) break;
       const auto [letter, stage, m] = actions[i];
       if (source_[rank][i] >= 0) {

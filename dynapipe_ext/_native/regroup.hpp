@@ -84,27 +84,17 @@ class Regrouping {
     return most;
   }
 
-  // The group's shape without one item, with another (each may be kNone); it is looked through only where the one that
-  // goes may have been the longest.
+  // The group's shape without one item, with another (each may be kNone).
   Shape without(int group, int gone, int come) const {
-    Shape found = shapes_[group];
+    Shape shape{};
     for (int side = 0; side < 2; ++side) {
       const auto& length = *lengths_[side];
-      if (gone != kNone && length[gone] == found.side[side]) {
-        i64 most = 0;
-        bool skipped = false;
-        for (int item : groups_[group]) {
-          if (item == gone && !skipped) {
-            skipped = true;
-          } else {
-            most = std::max(most, length[item]);
-          }
-        }
-        found.side[side] = most;
+      if (come != kNone) shape.side[side] = length[come];
+      for (int item : groups_[group]) {
+        if (item != gone) shape.side[side] = std::max(shape.side[side], length[item]);
       }
-      if (come != kNone) found.side[side] = std::max(found.side[side], length[come]);
     }
-    return found;
+    return shape;
   }
 
   bool possible(int group, i64 rows, const Shape& shape, double cost) const {
