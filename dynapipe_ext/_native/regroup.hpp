@@ -86,13 +86,15 @@ class Regrouping {
 
   // The group's shape without one item, with another (each may be kNone).
   Shape without(int group, int gone, int come) const {
-    Shape shape{};
+    Shape shape = shapes_[group];
     for (int side = 0; side < 2; ++side) {
       const auto& length = *lengths_[side];
-      if (come != kNone) shape.side[side] = length[come];
-      for (int item : groups_[group]) {
-        if (item != gone) shape.side[side] = std::max(shape.side[side], length[item]);
+      i64& longest = shape.side[side];
+      if (gone != kNone && length[gone] == longest) {
+        longest = 0;
+        for (int item : groups_[group]) longest = item == gone ? longest : std::max(longest, length[item]);
       }
+      if (come != kNone) longest = std::max(longest, length[come]);
     }
     return shape;
   }
