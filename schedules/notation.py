@@ -234,17 +234,10 @@ def _check_whole_samples(step_plan: StepPlan) -> None:
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
-    positions = {}
+    samples, extra = micro_batch.samples, {}
     if micro_batch.attention == "carried":
-        piece = micro_batch.samples[0]
-        positions["carried"] = [piece.start, piece.start + piece.encoder]
-    return {
-        "samples": [sample.index for sample in micro_batch.samples],
-        "layout": micro_batch.layout,
-        "rows": micro_batch.rows,
-        "encoder_len": micro_batch.encoder_len,
-        "decoder_len": micro_batch.decoder_len,
-        "recompute": micro_batch.recompute,
-        **positions,
-        **({"documents": micro_batch.documents} if any(sample.first for sample in micro_batch.samples) else {}),
-    }
+        extra["carried"] = [samples[0].start, samples[0].start + samples[0].encoder]
+    if any(sample.first for sample in samples):
+        extra["documents"] = list(micro_batch.documents)
+    shape = {name: getattr(micro_batch, name) for name in ("layout", "rows", "encoder_len", "decoder_len", "recompute")}
+    return {"samples": [sample.index for sample in samples], **shape, **extra}

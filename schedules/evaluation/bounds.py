@@ -1,4 +1,4 @@
-"""Bounds that no plan beats: of a replica's orders and of all plans of a batch, and the certificate of both."""
+"""Bounds that no plan beats, for a replica's orders and for all plans of a batch, and the certificate of both."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class ReplicaBounds:
 
     @property
     def best_ns(self) -> int:
-        """
+        """The largest of the bounds.
+
         >>> ReplicaBounds(stage_ns=3, chain_ns=2, heads_tails_ns=4, byte_time_ns=5).best_ns
         5
         """
@@ -107,7 +108,7 @@ def _measure_chains(
     """Return each micro-batch's times before its F on a stage, from the end of F to the start of B (or I), and after B.
 
     A chain goes down the stages with F, back up with B or I, and ends with the last W; if `forward_only`, it ends with
-    the last F. Tables are (stage, micro-batch). After I the gradient travels up while W runs where it is.
+    the last F. Tables are (stage, micro-batch). After I the gradient travels up while W runs.
     """
     forward, last = costs.forward_ns, costs.num_stages - 1
     moves = costs.transfer_ns * np.array([[one != other] for one, other in pairwise(stage_ranks)]).reshape(last, 1)
@@ -182,8 +183,8 @@ def find_batch_floor(
 
     With `packed` they hold for packed and padded micro-batches, otherwise only for padded ones (and are higher on
     measured tables). `split` allows I and W in place of B. With `pieces` they hold for plans that cut long samples as
-    well. None for costs without a floor, for no samples or samples that are cut already, if a sample has no shape that
-    can be priced (or fits the limit), and with `pieces` if a measured table has no prices of them.
+    well. None for costs without a floor, and for no samples or samples that are cut already. Also None if a sample has
+    no shape that can be priced (or fits the limit), and with `pieces` if a measured table has no prices of them.
     """
     if not samples or any(sample.start for sample in samples):
         return None
@@ -337,11 +338,10 @@ def _measure_growing(
 class Certificate:
     """Bounds of a step in ns; entry d of `replicas` belongs to data-parallel rank d.
 
-    `batch_ns`: no plan of these samples on so many replicas ends earlier under the same memory limit, whatever its
-    micro-batches, order, recomputation and replicas. The plans meant are those of the kind of this plan: padded ones
-    (or packed ones as well, if this plan packs), with full backwards (or split ones as well, if it splits), of whole
-    samples (or of pieces as well, if it has pieces). None if no such bound is known: for a cost model without a floor,
-    or samples cut at the ends of fixed rows.
+    `batch_ns`: no plan of these samples on as many replicas ends earlier under the same memory limit, whatever its
+    micro-batches, order, recomputation and replicas. It bounds padded plans (packed ones as well if this plan packs),
+    with full backwards (split ones as well if it splits), of whole samples (of pieces as well if it has pieces). None
+    if no such bound is known: for a cost model without a floor, or samples cut at the ends of fixed rows.
     `free_batch_ns`: the same for layers anywhere on as many ranks and any memory, so the least work of the samples over
     the ranks. `certify` leaves it None; the function `free_batch_ns` computes it.
     """

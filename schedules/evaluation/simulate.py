@@ -22,9 +22,8 @@ _KINDS = tuple(Kind)  # in the order of the native core
 _LETTERS = {id(kind): kind.value for kind in Kind}  # an Enum's own lookups take most of a validation's time
 _MOST_IN_64_BITS = 2.0**61  # of times or bytes that are added up
 
-TimedAction = tuple[
-    int, int, int, int
-]  # slot that must be filled, duration_ns, slot that is filled, delay_ns until it is
+# Slot that must be filled, duration_ns, slot that is filled, delay_ns until it is.
+TimedAction = tuple[int, int, int, int]
 SpanNs = tuple[int, int]
 
 
@@ -168,7 +167,7 @@ _PAIRS = 8
 def count_spread(noise: float) -> int:
     """Return the largest share of an action's time by which it is perturbed, in 1024ths.
 
-    >>> spread_of(0.25)
+    >>> count_spread(0.25)
     256
     """
     return round(noise * _SHARES)
@@ -239,7 +238,7 @@ def simulate(
                 num_bytes=held,
             )
             rows.append((start, end, rank, index, span))
-    return Trace(tuple(row[-1] for row in sorted(rows, key=lambda row: row[:-1])), schedule.name)
+    return Trace(tuple(row[-1] for row in sorted(rows)), schedule.name)
 
 
 def sum_static_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ def cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int, order: Sequence[i
 
     Micro-batches enter in `order`, a permutation (default 0..M-1); a forward that does not fit the limit waits for a
     later cycle. Times play no part. No deadlock: no stage holds anything older than the oldest micro-batch in the
-    pipeline, and a stage that it has not reached holds nothing at all, so it has room.
+    pipeline, and a stage that it has not reached holds nothing at all, so it fits there.
 
     Raises PlanError for a micro-batch that does not fit by itself.
     """
