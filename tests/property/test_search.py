@@ -29,6 +29,7 @@ from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize, optimize_best
 from dynapipe_ext.schedules.search.problem import Start
+from tests.property.test_certificate import shortest_ns
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 0)]
 
@@ -261,6 +262,25 @@ def test_what_is_found_is_never_slower_than_1f1b_in_natural_order(seed, stages, 
     natural = one_f_one_b(stages, count)
     found = optimize(costs, memory_limit_bytes=max(compute_peak_bytes(natural, costs)), split=False, effort=0)
     assert compute_makespan_ns(found, costs) <= compute_makespan_ns(natural, costs)
+
+
+def test_small_problems_end_at_the_optimum_of_all_orders_or_a_little_later() -> None:
+    ratios = []
+    for stages, count, split, number in (
+        (2, 3, False, 8),
+        (3, 3, False, 8),
+        (4, 3, False, 6),
+        (2, 3, True, 6),
+        (3, 2, True, 8),
+    ):
+        for seed in range(number):
+            costs = random_costs(np.random.default_rng(seed), stages, count)
+            found = optimize(costs, memory_limit_bytes=10**6, split=split, effort=1000)
+            ratios.append(compute_makespan_ns(found, costs) / shortest_ns(costs, split=split))
+    assert min(ratios) >= 1
+    assert max(ratios) < 1.1
+    assert np.mean(ratios) < 1.02
+    assert sum(ratio == 1 for ratio in ratios) > len(ratios) / 2
 
 
 def test_more_effort_finds_a_better_schedule_than_1f1b_for_uneven_micro_batches() -> None:
