@@ -89,7 +89,7 @@ def bound_replica(
         own = [s for s, other in enumerate(placement) if other == rank]
         before, taken, after = (table[:, own].ravel() for table in (heads, durations, tails))
         stage_ns, chain_ns = before.min() + taken.sum() + after.min(), (before + taken + after).max()
-        bounds.append([int(stage_ns), int(chain_ns), _preemptive_ns(before, taken, after)])
+        bounds.append([int(stage_ns), int(chain_ns), native.preemptive_ns(before, taken, after)])
         if limit_bytes is not None:
             busy_ns = (forward + gradient)[own]
             held_ns, working_ns = (
@@ -136,15 +136,6 @@ def _spread_bytes(
             f" {limit_bytes} B limit: raise the limit, tp or pp"
         )
     return -(-byte_ns // free_bytes) if byte_ns else 0
-
-
-def _preemptive_ns(heads: IntArray, durations: IntArray, tails: IntArray) -> int:
-    """Return the least max(end + tail) over preemptive orders of the jobs on one machine: always run the largest tail.
-
-    >>> _preemptive_ns(np.array([0, 1, 0]), np.array([2, 3, 1]), np.array([5, 9, 0]))
-    13
-    """
-    return int(native.preemptive_ns(heads, durations, tails))
 
 
 FloatArray = npt.NDArray[np.float64]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, did_you_mean
@@ -15,17 +14,15 @@ from dynapipe_ext.schedules.published.zero_bubble import zb_h1, zb_h2
 from dynapipe_ext.settings.plan_rules import ScheduleName
 
 # Each takes the numbers of ranks and of micro-batches; interleaved-1f1b the stages per rank as well.
-PUBLISHED: Mapping[str, Callable[..., PipelineSchedule]] = MappingProxyType(
-    {
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "interleaved-1f1b": interleaved_1f1b,
-        "zb-h1": zb_h1,
-        "zb-h2": zb_h2,
-        "zb-v": zb_v,
-        "v-half": v_half,
-    }
-)
+PUBLISHED: Mapping[str, Callable[..., PipelineSchedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved-1f1b": interleaved_1f1b,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+}
 _STAGES_PER_RANK = {"zb-v": 2, "v-half": 2}
 
 

@@ -134,28 +134,28 @@ def _squeeze(slots: dict[Action, int], num_ranks: int, most: int) -> dict[Action
 def _fill_waits(slots: dict[Action, int], num_ranks: int, most: int) -> tuple[tuple[Action, ...], ...]:
     """Return F and I in order of their slots, and the oldest W wherever a rank would wait for an input or memory."""
     rank_of = make_v_placement(num_ranks)
-    orders: list[list[Action]] = [[] for _ in range(num_ranks)]
-    for action in sorted((a for a in slots if a.kind is not _W), key=lambda a: slots[a], reverse=True):
-        orders[rank_of[action.stage]].append(action)  # the next one last
-    owed: list[deque[Action]] = [deque() for _ in range(num_ranks)]
-    held = [0] * num_ranks
+    orders: list[deque[Action]] = [deque() for _ in range(num_ranks)]
+    for action in sorted((a for a in slots if a.kind is not _W), key=slots.__getitem__):
+        orders[rank_of[action.stage]].append(action)
+    delayed: list[deque[Action]] = [deque() for _ in range(num_ranks)]
     ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
+    held = [0] * num_ranks
     done: set[Action | None] = {None}
-    while any(orders) or any(owed):
+    while any(orders) or any(delayed):
         ran = []
-        for rank, order in enumerate(orders):
-            fits = bool(order) and not (order[-1].kind is _F and held[rank] == most)
-            if fits and _find_input(order[-1], 2 * num_ranks) in done:
-                ran.append(order.pop())
-            elif owed[rank]:
-                ran.append(owed[rank].popleft())
+        for order, weights, num_held in zip(orders, delayed, held, strict=True):
+            fits = order and (order[0].kind is _I or num_held < most)
+            if fits and _find_input(order[0], 2 * num_ranks) in done:
+                ran.append(order.popleft())
+            elif weights:
+                ran.append(weights.popleft())
         assert ran, "an order of V-Half waits for itself"
         for action in ran:
             rank = rank_of[action.stage]
             ranks[rank].append(action)
             held[rank] += {_F: 1, _I: 0, _W: -1}[action.kind]
             if action.kind is _I:
-                owed[rank].append(Action(action.stage, _W, action.micro_batch))
+                delayed[rank].append(Action(action.stage, _W, action.micro_batch))
         done.update(ran)
     return tuple(map(tuple, ranks))
 

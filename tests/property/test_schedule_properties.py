@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import _preemptive_ns, bound_replica
+from dynapipe_ext.schedules.evaluation.bounds import bound_replica
 from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
     compute_makespan_ns,
@@ -266,7 +267,7 @@ def test_the_preemptive_bound_is_the_largest_over_subsets_of_head_work_and_tail(
     subsets = (c for size in range(1, len(jobs) + 1) for c in itertools.combinations(jobs, size))
     expected = max(min(h for h, _, _ in c) + sum(w for _, w, _ in c) + min(t for _, _, t in c) for c in subsets)
     heads, works, tails = (np.array(numbers, np.int64) for numbers in zip(*jobs, strict=True))
-    assert _preemptive_ns(heads, works, tails) == expected
+    assert native.preemptive_ns(heads, works, tails) == expected
 
 
 def test_sums_that_do_not_fit_in_64_bits_are_refused_with_the_units() -> None:
