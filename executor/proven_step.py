@@ -8,7 +8,7 @@ is shown is what runs, and what would not run is refused in the same words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,19 +42,13 @@ class StepPlanner(Protocol):
     @property
     def replica_collectives(self) -> ReplicaCollectives: ...
 
-    def plan(
-        self,
-        samples: Sequence[SampleLength],
-        *,
-        step: int,
-        reserve_bytes: int = 0,
-        unreserved: StepPlan | None = None,
-    ) -> StepPlan:
-        """A plan that leaves `reserve_bytes` of the limit free on every rank. Raises PlanError where there is none.
+    def plan(self, samples: Sequence[SampleLength], *, step: int) -> StepPlan:
+        """Return a plan within the limit. Raises PlanError if there is none."""
+        ...
 
-        `unreserved` is the plan of the same samples and step without a reserve, where that is known: it may save work,
-        and changes nothing else.
-        """
+    def replan(self, plan: StepPlan, samples: Sequence[SampleLength], *, reserve_bytes: int) -> StepPlan:
+        """Return a plan of the same samples and step that leaves `reserve_bytes` of the limit free on every rank.
+        Raises PlanError if there is none."""
         ...
 
     def to_json(self) -> Mapping[str, Any]:
@@ -92,40 +86,30 @@ def prove_step(planner: StepPlanner, samples: Sequence[SampleLength], *, step: i
 
     Raises PlanError or VerificationError; ConfigError if the planner does not know what a proof needs.
     """
-    limit, most_in_flight = int(planner.memory_limit_bytes), 0
-    reserves: tuple[int, ...] = (0,)
-    first: ProvenStep | None = None
+    limit, reserve, most_in_flight = int(planner.memory_limit_bytes), 0, 0
+    prove_plan = partial(prove, activation_format=planner.activation_format, collectives=planner.replica_collectives)
+    first = proven = prove_plan(planner.plan(samples, step=step))
     for attempt in range(_MOST_PLANS):
-        plan = partial(planner.plan, samples, step=step, unreserved=first.step_plan if first else None)
-        step_plan, reserve = _first_plan(plan, reserves)
-        proven = prove(
-            step_plan,
-            planner.activation_format,
-            planner.replica_collectives,
-            like=first,
-        )
-        first = first or proven
         too_many = proven.peak_bytes - limit
         if too_many <= 0:
             return proven
+        if attempt + 1 == _MOST_PLANS:
+            break
         most_in_flight = max(most_in_flight, *(max(replica) for replica in proven.in_flight_bytes))
         reserve += too_many
         if reserve >= limit:  # with fewer micro-batches in flight buffers need less, too
             reserve = (reserve - too_many + limit) // 2
-        reserves = (most_in_flight, reserve) if attempt and reserve < most_in_flight < limit else (reserve,)
+        replan = partial(planner.replan, first.step_plan, samples)
+        step_plan = None
+        if attempt and reserve < most_in_flight < limit:
+            with suppress(PlanError):
+                step_plan = replan(reserve_bytes=most_in_flight)
+                reserve = most_in_flight
+        proven = prove_plan(step_plan or replan(reserve_bytes=reserve), like=first)
     raise PlanError(
         f"step {step}: buffers in flight take a rank to {proven.peak_bytes} B but the limit is {limit} B: raise the"
         " limit, or cap micro-batches with max_tokens"
     )
-
-
-def _first_plan(plan: Callable[..., StepPlan], reserves: Sequence[int]) -> tuple[StepPlan, int]:
-    """The plan with the first of these reserves that leaves one, and which it was. Errors: the last one's."""
-    *before, last = reserves
-    for reserve in before:
-        with suppress(PlanError):
-            return plan(reserve_bytes=reserve), reserve
-    return plan(reserve_bytes=last), last
 
 
 def prove(

@@ -111,32 +111,32 @@ class StepPlan:
         return 1.0 - busy_ns / whole_ns if whole_ns > 0 else 0.0
 
 
-def replica_costs(costs: CostModel, replicas: Iterable[Sequence[MicroBatch]]) -> ReplicaCosts:
-    """Costs of every replica's micro-batches, priced all at once. Errors: PlanError for one that has no price."""
+def price_replicas(costs: CostModel, replicas: Iterable[Sequence[MicroBatch]]) -> ReplicaCosts:
+    """Return the costs of every replica's micro-batches, priced all at once. Raises PlanError for one without price."""
     ends = [0, *accumulate(map(len, replicas := list(replicas)))]
     priced = costs.evaluate([m for replica in replicas for m in replica])
     return tuple(priced.take(range(first, end)) for first, end in pairwise(ends))
 
 
-def shared_by_twins(
+def share_identical_replicas(
     replicas: Sequence[Sequence[MicroBatch]], schedules: Sequence[PipelineSchedule], costs: ReplicaCosts
 ) -> tuple[tuple[PipelineSchedule, ...], ReplicaCosts]:
-    """Schedules and costs of which twins, replicas that do the same in the same order, share one object each.
+    """Return the schedules and costs, one object each for replicas that do the same in the same order.
 
-    A costs object then belongs to one schedule, so that twins are judged once.
+    A costs object then belongs to one schedule, so that identical replicas are judged once.
     """
     first: dict[tuple[object, ...], list[tuple[PipelineSchedule, MicroBatchCosts]]] = {}
     shared = []
     for micro_batches, schedule, priced in zip(replicas, schedules, costs, strict=True):
-        twins = first.setdefault((priced.digest(), sample_pieces(micro_batches)), [])
-        twin = next((one for one in twins if one[0] == schedule), None)
-        if twin is None:
-            twins.append(twin := (schedule, priced))
-        shared.append(twin)
+        alike = first.setdefault((priced.digest(), sample_pieces(micro_batches)), [])
+        pair = next((one for one in alike if one[0] == schedule), None)
+        if pair is None:
+            alike.append(pair := (schedule, priced))
+        shared.append(pair)
     return tuple(schedule for schedule, _ in shared), tuple(priced for _, priced in shared)
 
 
-def predicted(
+def predict(
     replicas: Sequence[Sequence[MicroBatch]],
     schedules: Sequence[PipelineSchedule],
     costs: Sequence[MicroBatchCosts],
@@ -145,45 +145,48 @@ def predicted(
     memory_limit_bytes: int | None,
     like: StepPlan | None = None,
 ) -> tuple[Prediction, ...]:
-    """The prediction of each replica's step, from validating and simulating it anew; without lower bounds.
+    """Validate and simulate each replica's step, and return their predictions, without lower bounds.
 
-    Twins share their costs (`shared_by_twins`). Where each rank has a core of its own, a replica with the very schedule
-    and costs objects of the plan `like` keeps that plan's prediction.
+    Unless ranks share cores, a replica with the very schedule and costs objects of another one, or of one in the plan
+    `like`, has the prediction of that one.
 
-    Errors: PlanError for a schedule that cannot run, or exceeds the limit (None: there is none).
+    Raises PlanError for a schedule that cannot run, or exceeds the limit (None: there is none).
     """
-    predictions: dict[int, Prediction] = {}
-    if like is not None and cores is None:
-        before = enumerate(zip(like.schedules, like.costs, like.predictions, strict=True))
-        predictions = {d: one for d, (order, priced, one) in before if order is schedules[d] and priced is costs[d]}
-    fresh = [dp_rank for dp_rank in range(len(schedules)) if dp_rank not in predictions]
-    peaks: dict[int, tuple[int, ...]] = {}  # by costs, which twins share
-    for d in fresh:
-        if id(costs[d]) in peaks:
-            continue
+    keys: list[tuple[int, ...]] = [
+        (id(schedule), id(priced)) for schedule, priced in zip(schedules, costs, strict=True)
+    ]
+    predictions: dict[tuple[int, ...], Prediction] = {}
+    if cores is not None:
+        keys = [(d,) for d in range(len(keys))]
+    elif like is not None:
+        before = zip(like.schedules, like.costs, like.predictions, strict=True)
+        predictions = {(id(schedule), id(priced)): one for schedule, priced, one in before}
+    fresh: dict[tuple[int, ...], int] = {}
+    for d, key in enumerate(keys):
+        if key not in predictions:
+            fresh.setdefault(key, d)
+    peaks = []
+    for d in fresh.values():
         validate(schedules[d], len(replicas[d]), sample_pieces(replicas[d]), progress=False)
-        held = peaks[id(costs[d])] = compute_peak_bytes(schedules[d], costs[d])
+        peaks.append(held := compute_peak_bytes(schedules[d], costs[d]))
         if memory_limit_bytes is not None and max(held) > memory_limit_bytes:
             raise PlanError(
                 f"replica {d}: {schedules[d].name} needs {max(held)} B on pipeline rank {held.index(max(held))} but the"
                 f" limit is {memory_limit_bytes} B: use the adaptive schedule, smaller micro-batches, recomputation or"
                 " more tp"
             )
-    by_spans: dict[int, Prediction] = {}  # twins share them, unless ranks share cores
-    timed = step_spans([schedules[d] for d in fresh], [costs[d] for d in fresh], cores)
-    for d, spans in zip(fresh, timed, strict=True):
-        if id(spans) not in by_spans:
-            end_ns, bubble, peak = find_last_end_ns(spans), compute_bubble_ratio(spans), peaks[id(costs[d])]
-            by_spans[id(spans)] = Prediction(makespan_ns=end_ns, lower_bound_ns=0, peak_bytes=peak, bubble_ratio=bubble)
-        predictions[d] = by_spans[id(spans)]
-    return tuple(predictions[d] for d in range(len(schedules)))
+    timed = step_spans([schedules[d] for d in fresh.values()], [costs[d] for d in fresh.values()], cores)
+    for key, spans, held in zip(fresh, timed, peaks, strict=True):
+        end_ns, bubble = find_last_end_ns(spans), compute_bubble_ratio(spans)
+        predictions[key] = Prediction(makespan_ns=end_ns, lower_bound_ns=0, peak_bytes=held, bubble_ratio=bubble)
+    return tuple(map(predictions.__getitem__, keys))
 
 
 def plan_of_schedule(
     schedule: PipelineSchedule, micro_batches: Sequence[MicroBatch], costs: MicroBatchCosts, *, step: int = 0
 ) -> StepPlan:
     """A step of one replica under a schedule that exists already, without lower bounds."""
-    predictions = predicted([micro_batches], [schedule], [costs], cores=None, memory_limit_bytes=None)
+    predictions = predict([micro_batches], [schedule], [costs], cores=None, memory_limit_bytes=None)
     batch = GlobalBatchPlan(step=step, replicas=(ReplicaPlan(0, tuple(micro_batches)),))
     return StepPlan(batch, (schedule,), predictions, (costs,))
 

@@ -88,60 +88,57 @@ class GivenPlanner:
         lengths = [seq_len for rows, seq_len in self.given.shapes for _ in range(rows)]
         return [SampleLength(i, length, 0, length) for i, length in enumerate(lengths)]
 
-    def plan(self, samples: Any, *, step: int, reserve_bytes: int = 0, unreserved: StepPlan | None = None) -> StepPlan:
+    def plan(self, samples: Any, *, step: int, reserve_bytes: int = 0) -> StepPlan:
         """Errors: PlanError where the micro-batches do not fit `limit_bytes`."""
         recompute = "none" if self.given.forward_only else self.pipeline.recompute or "none"
-        rows = iter(samples)
-        micro_batches = tuple(
-            MicroBatch(tuple(islice(rows, count)), recompute=recompute) for count, _ in self.given.shapes
-        )
-        costs_of = self.pipeline.costs
-        model = adjust(costs_of, forward_only=True) if self.given.forward_only else costs_of
+        rows, shapes = iter(samples), self.given.shapes
+        micro_batches = tuple(MicroBatch(tuple(islice(rows, count)), recompute=recompute) for count, _ in shapes)
+        model = adjust(self.pipeline.costs, forward_only=True) if self.given.forward_only else self.pipeline.costs
         costs = model.evaluate(micro_batches)
         return plan_of_schedule(self._scheduled(costs, reserve_bytes), micro_batches, costs, step=step)
+
+    def replan(self, plan: StepPlan, samples: Any, *, reserve_bytes: int) -> StepPlan:
+        return self.plan(samples, step=plan.batch.step, reserve_bytes=reserve_bytes)
 
     def to_json(self) -> Mapping[str, Any]:
         raise NotImplementedError("each rank plans the micro-batches of its loop for itself")
 
     def _scheduled(self, costs: MicroBatchCosts, reserve_bytes: int) -> PipelineSchedule:
-        stage_ranks = self.topology.stage_ranks
         if self.given.forward_only:
-            return forward_schedule(costs, stage_ranks)
+            return forward_schedule(costs, self.topology.stage_ranks)
+        pp = self.topology.pp
+        of_megatron = interleaved_1f1b(pp, len(self.given.shapes), self.topology.num_stages // pp)
         if self._keeps_megatrons:
-            return self._of_megatron()
-        limit = NO_LIMIT_BYTES
+            return of_megatron
         if self.limit_bytes is not None:
             limit = self.limit_bytes - reserve_bytes
         elif self.pipeline.in_v:  # which is no schedule of Megatron's
             limit = self.pipeline.usable_bytes
         elif self.pipeline.counts_memory:
-            limit = max(compute_peak_bytes(self._of_megatron(), costs))
+            limit = max(compute_peak_bytes(of_megatron, costs))
         else:
-            return self._of_megatron()  # where bytes are unknown, its order is the one that is known to fit
+            return of_megatron  # where bytes are unknown, its order is the one that is known to fit
         best = optimize(
-            costs, memory_limit_bytes=limit, split=self.split_backward, effort=self.effort, stage_ranks=stage_ranks
+            costs,
+            memory_limit_bytes=limit,
+            split=self.split_backward,
+            effort=self.effort,
+            stage_ranks=self.topology.stage_ranks,
         )
         return in_forward_order(best) if self.given.are_alike else best
 
     @property
     def _keeps_megatrons(self) -> bool:
         """Errors: ConfigError for what it cannot have."""
+        replicas_meet = any(self.pipeline.replica_collectives.of_micro_batches)
         if self.split_backward or self.pipeline.in_v or self.limit_bytes is not None:
-            if not self.given.are_alike and self._replicas_meet:
+            if not self.given.are_alike and replicas_meet:
                 raise ConfigError(
                     "experts lie over replicas, which then need one order of micro-batches, but theirs are of any"
                     " shape: leave split_backward, placement v and memory_limit_gb out"
                 )
             return False
-        return self.given.as_given or self._replicas_meet
-
-    @property
-    def _replicas_meet(self) -> bool:
-        return any(self.pipeline.replica_collectives.of_micro_batches)
-
-    def _of_megatron(self) -> PipelineSchedule:
-        pp = self.topology.pp
-        return interleaved_1f1b(pp, len(self.given.shapes), self.topology.num_stages // pp)
+        return self.given.as_given or replicas_meet
 
 
 def in_forward_order(schedule: PipelineSchedule) -> PipelineSchedule:
@@ -158,10 +155,9 @@ def given_plan(planner: GivenPlanner, group: Any, *, compare: bool = True) -> Ex
 
     Errors: PlanError, VerificationError; ExecutionError where ranks planned different steps.
     """
-    proven = prove_step(planner, planner.samples(), step=0)
+    proven, pipeline = prove_step(planner, planner.samples(), step=0), planner.pipeline
     if compare:
-        device, what = planner.pipeline.device, f"step of {planner.given}"
-        check_same_plans(repr(proven.plans), device, what=what, pipeline=group)
-    place = planner.pipeline.coordinates
-    plan, dp = proven.plans[0][place.pp_rank], planner.pipeline.topology.dp
-    return replace(plan, dp_rank=place.dp_rank, num_micro_batches=plan.num_micro_batches * dp)
+        check_same_plans(repr(proven.plans), pipeline.device, what=f"step of {planner.given}", pipeline=group)
+    plan = proven.plans[0][pipeline.coordinates.pp_rank]
+    count = plan.num_micro_batches * pipeline.topology.dp
+    return replace(plan, dp_rank=pipeline.coordinates.dp_rank, num_micro_batches=count)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives
 from dynapipe_ext.durable_files import replace_file
 from dynapipe_ext.errors import DataError, writing_move
 from dynapipe_ext.schedules.planner import Planner
@@ -39,18 +39,10 @@ class DumpingPlanner:
     """
 
     def __init__(self, planner: Planner, directory: str | Path) -> None:
-        self.planner = planner
-        self.directory = Path(directory)
+        self.planner, self.directory = planner, Path(directory)
+        self.topology, self.memory_limit_bytes = planner.topology, planner.memory_limit_bytes
         self._planner_file = ""
         self._takes_no_more = False
-
-    @property
-    def topology(self) -> Topology:
-        return self.planner.topology
-
-    @property
-    def memory_limit_bytes(self) -> float:
-        return self.planner.memory_limit_bytes
 
     @property
     def activation_format(self) -> ActivationFormat:
@@ -60,42 +52,39 @@ class DumpingPlanner:
     def replica_collectives(self) -> ReplicaCollectives:
         return self.planner.replica_collectives
 
-    def plan(
-        self,
-        samples: Sequence[SampleLength],
-        *,
-        step: int,
-        reserve_bytes: int = 0,
-        unreserved: StepPlan | None = None,
-    ) -> StepPlan:
-        step_plan = self.planner.plan(samples, step=step, reserve_bytes=reserve_bytes, unreserved=unreserved)
-        if not self._takes_no_more:
-            try:
-                self._dump(samples, step_plan, step, reserve_bytes)
-            except DataError as error:
-                if self.directory not in _TOOK_FILES:
-                    raise
-                self._takes_no_more = True
-                print(f"dynapipe: {error}; no plan is kept from step {step + 1} on", file=sys.stderr, flush=True)
-        return step_plan
+    def plan(self, samples: Sequence[SampleLength], *, step: int) -> StepPlan:
+        return self._dumped(samples, self.planner.plan(samples, step=step), 0)
 
-    def _dump(self, samples: Sequence[SampleLength], step_plan: StepPlan, step: int, reserve_bytes: int) -> None:
-        if not self._planner_file:
-            described = self.planner.to_json()
-            name = planner_file(described)
-            _write(self.directory / name, json.dumps({"format": DUMPED_PLANNER_FORMAT, "planner": described}))
-            self._planner_file = name
-            _TOOK_FILES.add(self.directory)
-        dump = {
-            "format": DUMP_FORMAT,
-            "planner": self._planner_file,
-            "version": version("dynapipe-ext"),
-            "step": step,
-            "reserve_bytes": reserve_bytes,
-            "samples": [_sample_json(s) for s in samples],
-            "replicas": replicas_json(step_plan),
-        }
-        _write(self._place_ahead(step), json.dumps(dump))
+    def replan(self, plan: StepPlan, samples: Sequence[SampleLength], *, reserve_bytes: int) -> StepPlan:
+        return self._dumped(samples, self.planner.replan(plan, samples, reserve_bytes=reserve_bytes), reserve_bytes)
+
+    def _dumped(self, samples: Sequence[SampleLength], plan: StepPlan, reserve_bytes: int) -> StepPlan:
+        step = plan.batch.step
+        if self._takes_no_more:
+            return plan
+        try:
+            if not self._planner_file:
+                described = self.planner.to_json()
+                self._planner_file = planner_file(described)
+                written = {"format": DUMPED_PLANNER_FORMAT, "planner": described}
+                _write(self.directory / self._planner_file, json.dumps(written))
+                _TOOK_FILES.add(self.directory)
+            dump = {
+                "format": DUMP_FORMAT,
+                "planner": self._planner_file,
+                "version": version("dynapipe-ext"),
+                "step": step,
+                "reserve_bytes": reserve_bytes,
+                "samples": [_sample_json(s) for s in samples],
+                "replicas": replicas_json(plan),
+            }
+            _write(self._place_ahead(step), json.dumps(dump))
+        except DataError as error:
+            if self.directory not in _TOOK_FILES:
+                raise
+            self._takes_no_more = True
+            print(f"dynapipe: {error}; no plan is kept from step {step + 1} on", file=sys.stderr, flush=True)
+        return plan
 
     def begins(self, step: int) -> None:
         """Show the plan of a step that is to run now, where it was planned here and no rank has shown it before."""
@@ -125,27 +114,25 @@ def planner_file(described: Mapping[str, Any]) -> str:
     return f"planner-{hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}.json"
 
 
-def replicas_json(step_plan: StepPlan) -> list[dict[str, Any]]:
+def replicas_json(plan: StepPlan) -> list[dict[str, Any]]:
     """What a plan has each replica do and what it promises, as plain JSON values; equal plans give equal ones."""
-    replicas = []
-    for replica, schedule, prediction, trace in zip(
-        step_plan.batch.replicas, step_plan.schedules, step_plan.predictions, step_plan.traces, strict=True
-    ):
-        replicas.append(
-            {
-                "dp_rank": replica.dp_rank,
-                "micro_batches": [_micro_batch_json(micro_batch) for micro_batch in replica.micro_batches],
-                "schedule": {
-                    "name": schedule.name,
-                    "forward_only": schedule.forward_only,
-                    "placement": list(schedule.stage_ranks),
-                    "stages": schedule.to_lines(),
-                },
-                "predicted": asdict(prediction) | {"peak_bytes": list(prediction.peak_bytes)},
-                "trace": [asdict(span) | {"shape": list(span.shape)} for span in trace.spans],
-            }
+    return [
+        {
+            "dp_rank": replica.dp_rank,
+            "micro_batches": list(map(_micro_batch_json, replica.micro_batches)),
+            "schedule": {
+                "name": schedule.name,
+                "forward_only": schedule.forward_only,
+                "placement": list(schedule.stage_ranks),
+                "stages": schedule.to_lines(),
+            },
+            "predicted": asdict(prediction) | {"peak_bytes": list(prediction.peak_bytes)},
+            "trace": [asdict(span) | {"shape": list(span.shape)} for span in trace.spans],
+        }
+        for replica, schedule, prediction, trace in zip(
+            plan.batch.replicas, plan.schedules, plan.predictions, plan.traces, strict=True
         )
-    return replicas
+    ]
 
 
 def _sample_json(sample: SampleLength) -> list[int]:

@@ -26,7 +26,7 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     settled_planning,
 )
 from dynapipe_ext.launch.job.settled import SettledPlanning
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, replica_costs
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, price_replicas
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.check.buffers import with_buffers
 from dynapipe_ext.tools.check.check_plan import Lengths, check, micro_batch_of
@@ -105,7 +105,7 @@ def _step_plan(
         Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=peaks, bubble_ratio=0.0) for peaks in peak_bytes
     )
     costs = adjust(costs, forward_only=True) if plan.forward_only else costs
-    priced = replica_costs(costs, [replica.micro_batches for replica in replicas])
+    priced = price_replicas(costs, [replica.micro_batches for replica in replicas])
     batch = GlobalBatchPlan(step=0, replicas=tuple(replicas), width=plan.topology.width)
     return StepPlan(batch, tuple(schedules), predictions, priced)
 

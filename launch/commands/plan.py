@@ -28,7 +28,7 @@ from dynapipe_ext.launch.job.settled import placed_planning
 from dynapipe_ext.schedules.evaluation.bounds import Certificate
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, plan_json
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predicted
+from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predict
 from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags, settings_of_flags
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.console import counted, delivering, output
@@ -160,7 +160,7 @@ def _made(planner: Planner, samples: Sequence[SampleLength], args: argparse.Name
     plan = proven.step_plan
     assert plan.certificate is not None  # a Planner's plans have one
     certificate = replace(
-        plan.certificate, free_batch_ns=free_batch_ns(plan, planner.at_width(plan.width).costs, samples)
+        plan.certificate, free_batch_ns=free_batch_ns(plan, planner.costs.at_width(plan.width), samples)
     )
     return _Made(planner, samples, proven, certificate, planning_s, num_tried)
 
@@ -212,7 +212,7 @@ def with_a_core_each(plan: StepPlan, planner: Planner, samples: Sequence[SampleL
     """A plan of ranks that share cores, the same in all but its figures: those of ranks with a core each, which a
     plan's file has and `check-plan` proves."""
     limit_bytes = int(planner.memory_limit_bytes)
-    predictions = predicted(
+    predictions = predict(
         [replica.micro_batches for replica in plan.batch.replicas],
         plan.schedules,
         plan.costs,
@@ -220,7 +220,7 @@ def with_a_core_each(plan: StepPlan, planner: Planner, samples: Sequence[SampleL
         memory_limit_bytes=limit_bytes,
     )
     plan = replace(plan, predictions=predictions, cores=None, certificate=None)
-    costs = planner.at_width(plan.width).costs
+    costs = planner.costs.at_width(plan.width)
     certificate = certify(plan, costs, samples, memory_limit_bytes=limit_bytes)
     pairs = zip(predictions, certificate.replicas, strict=True)
     predictions = tuple(replace(one, lower_bound_ns=bounds.best_ns) for one, bounds in pairs)

@@ -45,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     samples = _samples(dump.many("samples", list), path)
     step, reserve_bytes = dump.one("step", int), dump.one("reserve_bytes", int)
     replicas = dump.one("replicas", list)
-    step_plan = planner.plan(samples, step=step, reserve_bytes=reserve_bytes)
+    step_plan = planner.plan(samples, step=step)
+    if reserve_bytes:
+        step_plan = planner.replan(step_plan, samples, reserve_bytes=reserve_bytes)
     proven = prove(step_plan, planner.activation_format, planner.replica_collectives)
     console = output(_PIPE_COLUMNS)
     console.print(rendered_plan(of_proven_step(proven, planner.topology), width=console.width))

@@ -9,7 +9,7 @@ from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns
 from dynapipe_ext.schedules.search.problem import list_start_orders
-from dynapipe_ext.schedules.step_plan import replica_costs
+from dynapipe_ext.schedules.step_plan import price_replicas
 
 _NEVER = 1 << 62
 
@@ -73,7 +73,7 @@ def order_forwards(
     """Order each replica's micro-batches for a pass of forwards only, and return them with their schedules and
     costs."""
     ordered, schedules, priced = [], [], []
-    for replica, costs in zip(replicas, replica_costs(model, replicas), strict=True):
+    for replica, costs in zip(replicas, price_replicas(model, replicas), strict=True):
         order, schedule = find_forward_order(costs, stage_ranks)
         ordered.append([replica[m] for m in order])
         schedules.append(schedule)

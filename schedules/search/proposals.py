@@ -42,6 +42,7 @@ from dynapipe_ext.partitioning.rules import (
     pad_to_batch_max,
     with_short_ends,
 )
+from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 from dynapipe_ext.schedules.search.levelling import RankTimes, levelled
 from dynapipe_ext.schedules.search.optimizer import TRIAL, has_long_replicas
 from dynapipe_ext.schedules.search.problem import Start
@@ -78,12 +79,13 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposals:
-    """Makes splits under the rules of a `Planner`; `kinds` of recomputation may be chosen from.
+class StepProblem:
+    """What a step is planned for at one context-parallel degree. Its methods make the splits that a search begins with.
 
-    Where `cores_are_shared` a bubble costs nothing, so cuts are judged by their work alone, as of a pipeline of one.
-    A batch of fewer samples than replicas leaves the last of them empty, unless counts must be equal. All methods raise
-    PlanError where nothing they could propose stays within the caps.
+    `rules` are those for full rows, of which each rank of a context-parallel group has a slice; `kinds` of
+    recomputation may be chosen from. If ranks share `cores` a bubble costs nothing, so cuts are judged by their work,
+    as of a pipeline of one. A batch of fewer samples than replicas leaves the last of them empty, unless counts must be
+    equal. All methods raise PlanError if nothing they could propose stays within the caps.
     """
 
     topology: Topology
@@ -91,11 +93,20 @@ class Proposals:
     limit_bytes: int
     rules: PlanRules
     kinds: tuple[Recompute, ...]
-    forward_only: bool = False
-    cores_are_shared: bool = False
+    seed: int = 0
+    cores: SharedCores | None = None
     _prices: dict[int, tuple[Sequence[MicroBatch], MicroBatchCosts]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )  # of rows, by the identity of their list
+
+    @property
+    def forward_only(self) -> bool:
+        return self.costs.facts.forwards_alone
+
+    @property
+    def depth(self) -> int:
+        """Ranks whose fill and drain a cut is judged by."""
+        return self.topology.pp if self.cores is None else 1
 
     def _priced(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         """Prices, worked out once for each list of whole samples' rows."""
@@ -127,7 +138,7 @@ class Proposals:
                 groups=tuple(map(tuple, self._assigned(priced.times(cuts), samples, step))),
             )
             proposed.append(Proposal(start, priced.micro_batch))
-        if has_long_replicas(self.topology.dp, len(firsts[-1])) and not self.cores_are_shared:
+        if has_long_replicas(self.topology.dp, len(firsts[-1])) and self.cores is None:
             proposed += self._levelled(priced, proposed[-1].start, in_flight[-1], step)
         if any(s.decoder for s in samples):
             with suppress(PlanError):  # shapes that the law did not know may be refused
@@ -201,11 +212,6 @@ class Proposals:
         groups = self._assigned([sum(time_ns[m] for m in unit) for unit in units], units, step)
         return [[rows[m] for i in group for m in units[i]] for group in groups]
 
-    @property
-    def depth(self) -> int:
-        """Ranks whose fill and drain a cut is judged by."""
-        return 1 if self.cores_are_shared else self.topology.pp
-
     def _held(self, *, pairs: bool) -> tuple[int, ...]:
         """Numbers of micro-batches in flight for which cuts are made: as many as ranks, and half of that. Of pairs also
         twice as many, since attention across the sides fills memory: longer micro-batches with more recomputation often
@@ -221,7 +227,7 @@ class Proposals:
         """Numbers of micro-batches in flight to split for; forwards alone hold nothing, which makes all the same."""
         return [1] if self.forward_only else list(dict.fromkeys(counts))
 
-    def _bottleneck(self, costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
+    def bottleneck(self, costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
         return bottleneck(costs, min_in_flight, self.topology.stage_ranks)
 
     def _with_replicas(
@@ -232,7 +238,7 @@ class Proposals:
         price: MicroBatchPrice | None = None,
     ) -> Replicas:
         parts = _at_least(parts, min(self.topology.num_replicas, len(samples)))
-        time_ns, _ = self._bottleneck((price or self.costs.evaluate)(parts))
+        time_ns, _ = self.bottleneck((price or self.costs.evaluate)(parts))
         return [[parts[i] for i in group] for group in self._assigned(time_ns.tolist(), samples, step)]
 
     def fixed(self, splits: Sequence[Replicas]) -> list[Proposal]:
@@ -276,7 +282,7 @@ class Proposals:
             self._caps,
             weight=weight,
             equal_counts=self.rules.equal_counts,
-            least_work=self.cores_are_shared,
+            least_work=self.cores is not None,
             stage_ranks=self.topology.stage_ranks,
         )
 
@@ -325,9 +331,7 @@ class Proposals:
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.rules.max_tokens or max(4096, round_up(longest, self.rules.pad_multiple))
         yield room
-        while not (self.rules.max_tokens or self.cores_are_shared) and room < sum(
-            s.encoder + s.decoder for s in samples
-        ):
+        while not self.rules.max_tokens and self.cores is None and room < sum(s.encoder + s.decoder for s in samples):
             room *= 2
             yield room
 
@@ -335,7 +339,7 @@ class Proposals:
         self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute, room: int
     ) -> RowPackings:
         rule = RowRule(max_tokens=room, pad_multiple=self.rules.pad_multiple, recompute=kind)
-        return RowPackings.of(samples, lambda rows: self._bottleneck(price(rows)), rule)
+        return RowPackings.of(samples, lambda rows: self.bottleneck(price(rows)), rule)
 
     def _packed(
         self,
@@ -348,7 +352,7 @@ class Proposals:
         """In the first room, or in a later one as long as each is faster than the one before."""
 
         def evaluate(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
-            return self._bottleneck(price(micro_batches), min_in_flight)
+            return self.bottleneck(price(micro_batches), min_in_flight)
 
         def fitted(kind: Recompute, room: int) -> tuple[int, list[tuple[MicroBatch, ...]]]:
             finalists = rows(kind, room).finalists(

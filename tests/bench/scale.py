@@ -131,8 +131,12 @@ def measured(case: Case, runs: int) -> dict[str, Any]:
         """The planner, counting how often it plans the step."""
 
         def plan(self, *args: Any, **settings: Any) -> Any:
-            asked.append(settings.get("reserve_bytes", 0))
+            asked.append(0)
             return planner.plan(*args, **settings)
+
+        def replan(self, *args: Any, reserve_bytes: int) -> Any:
+            asked.append(reserve_bytes)
+            return planner.replan(*args, reserve_bytes=reserve_bytes)
 
     counting = Asked(planner.topology, planner.costs, planner.memory_limit_bytes, format=planner.format,
                      collectives=planner.collectives)  # fmt: skip

@@ -21,7 +21,7 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.evaluation.bounds import Certificate
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predicted
+from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predict
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.show.plan import certificate_of_file
 from tests.support.limits import LIMIT_S
@@ -120,7 +120,7 @@ def test_replicas_that_do_the_same_are_judged_once_and_alike() -> None:
     schedules, costs = (tuple(map(deepcopy, given)) for given in (plan.schedules, plan.costs))
     apart = replace(plan, schedules=schedules, costs=costs)
     assert certify(apart, planner.costs, samples, memory_limit_bytes=10**6) == plan.certificate
-    anew = predicted(_micro_batches(plan), schedules, costs, cores=None, memory_limit_bytes=10**6)
+    anew = predict(_micro_batches(plan), schedules, costs, cores=None, memory_limit_bytes=10**6)
     assert anew == tuple(replace(prediction, lower_bound_ns=0) for prediction in plan.predictions)
     uneven = planner.plan([*samples[:-1], SampleLength(15, 24)])
     assert len({*map(id, uneven.costs)}) == 2

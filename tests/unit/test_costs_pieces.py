@@ -33,7 +33,7 @@ from dynapipe_ext.partitioning.packing import micro_batch_evaluate
 from dynapipe_ext.partitioning.pieces import piece_choices
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.search.proposals import Proposals
+from dynapipe_ext.schedules.search.proposals import StepProblem
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.tools.account.profile_errors import errors_of_pieces
 from dynapipe_ext.tools.check.check_plan import check
@@ -136,7 +136,7 @@ def test_the_first_piece_holds_the_keys_of_all_where_a_later_one_has_no_price_un
     costs = replace(whole, grids={at: short[at] if "full" in at else grid for at, grid in whole.grids.items()})
     pieces = [piece(0, 1024), piece(1024, 4096)]
     rules = PlanRules(layout="packed", pad_multiple=1)
-    made = Proposals(topology=Topology(pp=2), costs=costs, limit_bytes=10**9, rules=rules, kinds=KINDS)
+    made = StepProblem(topology=Topology(pp=2), costs=costs, limit_bytes=10**9, rules=rules, kinds=KINDS)
     (proposed,) = made.fixed([[pieces]])
     full = proposed.start.kind_costs[KINDS.index("full")]
     alone = costs.evaluate([replace(pieces[0], recompute="full")])

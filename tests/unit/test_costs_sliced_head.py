@@ -128,7 +128,7 @@ def test_room_that_is_reserved_later_keeps_micro_batches_with_heads_in_slices():
     costs = replace(SLICED, split_backward=False)
     planner = Planner(costs.topology, costs, 62e9, effort=200, schedule="adaptive")
     plan = planner.plan([60_000, 40_000, 50_000])
-    again = planner.plan([60_000, 40_000, 50_000], reserve_bytes=10**9, unreserved=plan)
+    again = planner.replan(plan, [60_000, 40_000, 50_000], reserve_bytes=10**9)
     assert again.peak_bytes <= 61e9
 
 

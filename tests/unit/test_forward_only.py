@@ -90,7 +90,7 @@ def test_a_planner_for_forwards_is_a_function_of_its_settings_and_travels_as_jso
     assert again == forwards == forwards.for_forwards()
     assert again.plan(LENGTHS) == forwards.plan(LENGTHS)
     assert (training.forward_only, forwards.forward_only) == (False, True)
-    assert forwards.plan(LENGTHS, reserve_bytes=10_000).forward_only
+    assert forwards.replan(forwards.plan(LENGTHS), LENGTHS, reserve_bytes=10_000).forward_only
 
 
 @pytest.mark.parametrize("wrong", [{"schedule": "gpipe"}, {"split_backward": True}, {"recompute": "full"}])

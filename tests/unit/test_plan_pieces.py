@@ -32,10 +32,10 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.partitioning.packing import RowRule, micro_batch_evaluate
 from dynapipe_ext.partitioning.pieces import RowTime, in_pieces, piece_choices
+from dynapipe_ext.schedules import candidates
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.schedules.trials import whole_or_pieces
 from dynapipe_ext.tools.check.check_plan import check
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
@@ -158,7 +158,7 @@ def test_what_a_cut_is_expected_to_take_is_what_its_rows_take() -> None:
     ],
 )
 def test_neither_is_searched_where_the_other_is_known_to_be_faster(
-    expected_ns, hoped_ns, least_ns, whole_ns, pieces_ns, tried
+    monkeypatch, expected_ns, hoped_ns, least_ns, whole_ns, pieces_ns, tried
 ) -> None:
     times, found = {"whole": whole_ns, "pieces": pieces_ns}, []
 
@@ -168,13 +168,17 @@ def test_neither_is_searched_where_the_other_is_known_to_be_faster(
             raise PlanError(name)
         return SimpleNamespace(name=name, makespan_ns=times[name])
 
-    expected = SimpleNamespace(makespan_ns=expected_ns, hoped_ns=hoped_ns)
-    best = whole_or_pieces(expected, least_ns, partial(made, "whole"), partial(made, "pieces"))
+    listed = [
+        candidates.PlanCandidate(1, True, expected_ns, hoped_ns, partial(made, "pieces")),
+        candidates.PlanCandidate(1, False, least_ns, least_ns, partial(made, "whole")),
+    ]
+    monkeypatch.setattr(candidates, "list_candidates", lambda *_, **__: listed)
+    best = candidates.plan_fastest([None], [], 0)
     assert found == tried
     assert best.makespan_ns == min(times[name] for name in tried if times[name] is not None)
     times.update(whole=None, pieces=None)
     with pytest.raises(PlanError, match="whole"):
-        whole_or_pieces(expected, least_ns, partial(made, "whole"), partial(made, "pieces"))
+        candidates.plan_fastest([None], [], 0)
 
 
 def test_the_bound_of_pieces_is_the_longest_samples_work_where_that_is_most() -> None:

@@ -52,14 +52,7 @@ class Scripted:
     memory_limit_bytes = 1e9
     activation_format, replica_collectives = ActivationFormat(8), ReplicaCollectives()
 
-    def plan(
-        self,
-        samples: Sequence[SampleLength],
-        *,
-        step: int,
-        reserve_bytes: int = 0,
-        unreserved: StepPlan | None = None,
-    ) -> StepPlan:
+    def plan(self, samples: Sequence[SampleLength], *, step: int) -> StepPlan:
         plan = Planner(Topology(pp=2), TokenCosts(2), 1e9, self.seed, effort=1).plan(samples, step=step)
         makespan_ns = round(self.makespans_s[self.seed] * 1e9)
         return replace(plan, predictions=tuple(replace(p, makespan_ns=makespan_ns) for p in plan.predictions))

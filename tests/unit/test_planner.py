@@ -25,6 +25,7 @@ from dynapipe_ext.partitioning.rules import (
     packed_documents,
     pad_to_batch_max,
 )
+from dynapipe_ext.schedules import planner as planner_module
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rivals import list_rivals
 from dynapipe_ext.schedules.search import optimizer
@@ -60,8 +61,10 @@ def test_a_batch_of_fewer_samples_than_replicas_leaves_replicas_empty(
 
 def test_a_plan_that_leaves_out_a_sample_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the search did wrong."""
-    best = Planner._best
-    monkeypatch.setattr(Planner, "_best", lambda planner, samples, step: best(planner, samples[1:], step))
+    best = planner_module.plan_fastest
+    monkeypatch.setattr(
+        planner_module, "plan_fastest", lambda problems, samples, step: best(problems, samples[1:], step)
+    )
     with pytest.raises(PlanError, match=r"leaves out samples \[0\] \(1 in all\)"):
         planned([9, 4, 7])
 

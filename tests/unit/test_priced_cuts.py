@@ -16,7 +16,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.padded import Caps, Cut, PricedCuts, ordered, price_cuts
 from dynapipe_ext.schedules.search.problem import make_records
-from dynapipe_ext.schedules.search.proposals import Proposals
+from dynapipe_ext.schedules.search.proposals import StepProblem
 from dynapipe_ext.settings.plan_rules import PlanRules
 
 COSTS = TokenCosts(2, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
@@ -131,7 +131,7 @@ def test_the_bottleneck_is_the_busiest_rank_and_the_fullest_one(
 @pytest.mark.parametrize("decoder", [False, True])
 def test_pairs_are_cut_for_twice_as_many_in_flight_as_ranks_as_well(decoder: bool) -> None:
     samples, limit = batch(60, decoder=decoder), 12_000
-    proposed = Proposals(
+    proposed = StepProblem(
         topology=Topology(pp=2), costs=COSTS, limit_bytes=limit, rules=PlanRules(pad_multiple=1), kinds=("none", "full")
     ).cuts(samples, 0)
     order = ordered(samples, "classes" if decoder else "sorted")

@@ -143,7 +143,6 @@ def test_all_joined_ranks_have_pieces_and_any_counts_where_replicas_need_equal_o
     assert joined == free
     assert any(m.attention == "carried" for m in joined.batch.micro_batches)
     auto = planner(dp=4, widths=(1, 2, 4), costs=COSTS, pieces="auto", replica_counts="equal")
-    assert {width: auto.at_width(width).pieces for width in (1, 2, 4)} == {1: "off", 2: "off", 4: "auto"}
     assert auto.plan(long).width == 4
 
 
