@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,17 +15,10 @@ from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.features import Features, split_kinds
-from dynapipe_ext.costs.links import Link, Links
-from dynapipe_ext.costs.model import (
-    CostModel,
-    IntArray,
-    MicroBatchCosts,
-    ModelFacts,
-    bytes_keeping_inputs,
-    fingerprint,
-)
+from dynapipe_ext.costs.links import Link
+from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, ModelFacts, fingerprint
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, States, count_states
-from dynapipe_ext.costs.unfused import PlainLayers
+from dynapipe_ext.costs.unfused import PlainLayers, counts_plain_layers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
 
@@ -34,8 +27,8 @@ LAYER_OVERHEAD_NS = 20_000  # of a forward or a backward of one layer: kernel la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """How a model is spread: the topology (with layers on its stages), ZeRO, and what lies on the host. Each replica's
-    rows are divided over `cp` context parallel ranks, which lie between tensor and data parallel ones.
+    """How a model is divided: the topology (with layers on its stages), ZeRO, and the states on the host. The rows of
+    each replica are divided over `cp` context parallel ranks, which lie between tensor and data parallel ones.
     """
 
     topology: Topology
@@ -51,12 +44,12 @@ class Strategy:
 
     @property
     def placement(self) -> str:
-        """The name under which settings know it."""
+        """The name of the placement in settings."""
         return self.topology.placement_name.partition(",")[0]
 
     @property
     def weight_topology(self) -> Topology:
-        """With context parallel ranks among the replicas, in blocks of `cp`: they hold the same weights."""
+        """The topology with context-parallel ranks among the replicas, in groups of `cp`, which hold equal weights."""
         return replace(self.topology, dp=self.topology.dp * self.cp, width=self.cp)
 
 
@@ -64,30 +57,22 @@ class Strategy:
 class EstimatedCosts(CostModel):
     """A `CostModel` of any family: what `base` counts, plus what happens between ranks.
 
-    Tensor parallel ranks sum two activations a layer in each direction (a decoder layer of T5 three; Megatron-LM,
+    Tensor parallel ranks sum two activations per layer in each direction (a decoder layer of T5 three; Megatron-LM,
     Shoeybi et al. 2019, sec. 3), rings of 2 (t - 1) / t times the bytes; recomputing layers or stages sums those of
-    forwards again. Experts exchange tokens twice a layer and direction. From ZeRO stage 2 on a backward also scatters
+    forwards again. Experts exchange tokens twice per layer and direction. From ZeRO stage 2 on a backward also scatters
     its gradients and at stage 3 weights are gathered for every forward and backward; these overlap with the work, so
-    the longer of both counts. Context parallel ranks are the blocks of a step of that width: `base` counts one of them
+    the longer of both counts. Context-parallel ranks are the groups of a step of that degree: `base` counts one of them
     over `weight_topology`, with what attention exchanges; nothing of that overlaps. `plain` layers keep what operators
-    one by one keep. Static bytes are those of `states`; working bytes hold what ZeRO has whole at once
-    and, between stages, two messages on either side and direction.
+    one by one keep. Static bytes are those of `states`; working bytes include the full units of ZeRO and, between
+    stages, two messages per side and direction.
     """
 
     base: AnalyticCosts
     states: States
     strategy: Strategy
     recipe: StateRecipe
-    tensor_link: Link
-    replica_link: Link
-    expert_link: Link
-    links: Links
-    host_bytes_per_s: float
+    cluster: Cluster
     plain: PlainLayers | None = None
-    _layers: IntArray = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_layers", self.base.stage_layers)
 
     @property
     def topology(self) -> Topology:
@@ -96,6 +81,10 @@ class EstimatedCosts(CostModel):
     @property
     def weight_topology(self) -> Topology:
         return self.base.topology
+
+    @property
+    def replica_link(self) -> Link:
+        return self.cluster.group_link(self.topology.tp, self.weight_topology.dp)
 
     @property
     def num_stages(self) -> int:
@@ -111,7 +100,7 @@ class EstimatedCosts(CostModel):
         )
 
     def over(self, topology: Topology | None) -> tuple[EstimatedCosts, Topology]:
-        """Of its own topology alone. Errors: ConfigError for another one."""
+        """Return the costs over their own topology. Raises ConfigError for another one."""
         if topology not in (None, self.topology):
             raise ConfigError(
                 f"an estimate of {self.topology} cannot be placed over {topology}: estimate that strategy"
@@ -119,19 +108,19 @@ class EstimatedCosts(CostModel):
         return self, self.topology
 
     def at_width(self, width: int) -> EstimatedCosts:
-        """Errors: ConfigError above 1: the strategy has a width of its own, `cp`."""
+        """Raises ConfigError above 1: the strategy has a degree of its own, `cp`."""
         if width > 1:
             raise ConfigError(f"an estimate of cp {self.strategy.cp} has no width {width}: estimate cp {width}")
         return self
 
     @property
     def layers_per_stage(self) -> IntArray:
-        """Of both sides, shape (S,)."""
-        counts: IntArray = self._layers.sum(axis=1)
+        """Layers of both sides, shape (S,)."""
+        counts: IntArray = self.base.stage_layers.sum(axis=1)
         return counts
 
     def of_ranks(self, of_stages: npt.NDArray[Any], join: np.ufunc = np.add) -> npt.NDArray[Any]:
-        """Of each pipeline rank: values of its stages joined, along the first axis."""
+        """Join the values of each pipeline rank's stages, along the first axis."""
         joined: npt.NDArray[Any] = np.zeros((self.topology.pp, *of_stages.shape[1:]), of_stages.dtype)
         join.at(joined, list(self.topology.stage_ranks), of_stages)
         return joined
@@ -141,24 +130,13 @@ class EstimatedCosts(CostModel):
 
     def price(self, features: Features) -> MicroBatchCosts:
         costs, (enc, dec, *_) = self.base.price(features), features.positions
-        recompute, is_sliced = split_kinds(features.recompute)
+        recompute, _ = split_kinds(features.recompute)
         again = (recompute == "full") | (recompute == "stage")
         forward_ns, backward_ns = self._collectives_ns(-(-enc // self.strategy.cp), dec, again)
         gather_ns, scatter_ns = self._replicas_ns()
         stored, working = costs.stored_bytes, costs.working_bytes
-        if self.plain is not None:
-            is_sliced, carried = self.base.chunks_head(is_sliced, enc), features.pieces
-            stored, working = self._plain_bytes(self.plain, enc, features.shapes[1], recompute, is_sliced)
-            if carried is not None:
-                spared = self.plain.spared_bytes(carried.own, selective=recompute == "selective")
-                stored = stored - self._layers[:, :1] * (recompute != "full") * spared
-            stored, working = bytes_keeping_inputs(recompute == "stage", stored, working, costs.transfer_bytes)
-            if carried is not None:
-                kept_bytes, joined = self.plain.carried_bytes(carried)
-                stored, working = (
-                    stored + self._layers[:, :1] * kept_bytes,
-                    working + (self._layers[:, :1] > 0) * joined,
-                )
+        if self.plain:
+            stored, working = self.plain.count_bytes(features, costs.transfer_bytes)
         return replace(
             costs,
             forward_ns=np.maximum(costs.forward_ns + forward_ns, gather_ns),
@@ -169,47 +147,38 @@ class EstimatedCosts(CostModel):
         ).refusing(costs.infeasible)
 
     def message_bytes(self, costs: MicroBatchCosts) -> IntArray:
-        """Buffers of messages of a micro-batch on every stage: two a direction on either side."""
+        """Return the bytes of message buffers on every stage: two per direction on either side."""
         padded = np.zeros((self.num_stages + 1, costs.num_micro_batches), np.int64)
         padded[1:-1] = costs.transfer_bytes
         either: IntArray = 4 * np.maximum(padded[:-1], padded[1:])
         return either
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
-        """The part of the stored bytes of every stage that is the head's: norm, logits; shape (S, M)."""
-        if self.plain is None:
+        """Return the part of each stage's stored bytes that is the head's: norm, logits; shape (S, M)."""
+        if not self.plain:
             return self.base.head_bytes(micro_batches)
-        head: IntArray = np.zeros((self.num_stages, len(micro_batches)), np.int64)
-        kept_positions = (0 if m.layer_recompute == "stage" else m.padded_tokens for m in micro_batches)
-        positions = np.fromiter(kept_positions, np.int64)
-        _, is_sliced = split_kinds(np.array([m.recompute for m in micro_batches], np.str_))
-        head[-1] = self._plain_head_bytes(self.plain, positions, self.base.chunks_head(is_sliced, positions))
-        return head
+        is_last = np.arange(self.num_stages)[:, None] == self.num_stages - 1
+        return np.asarray(is_last * self.plain.head_bytes(micro_batches))
 
-    def _collectives_ns(
-        self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]
-    ) -> tuple[IntArray, npt.NDArray[np.int64]]:
-        num_enc, num_dec = self._layers[:, :1], self._layers[:, 1:]
-        forward = np.zeros((len(self._layers), len(enc)))
-        backward = forward
-        a = self.base.architecture
-        a_token = self.base.activation_bytes_per_value * a.hidden_size
-        tp = self.topology.tp
+    def _collectives_ns(self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+        """Return the times that tensor and expert parallel collectives add to F and B, of `enc` and `dec` positions."""
+        layers, a, tp, ep = self.base.stage_layers, self.base.architecture, self.topology.tp, self.strategy.ep
+        num_enc, num_dec = layers[:, :1], layers[:, 1:]
+        value_bytes = self.base.activation_bytes_per_value
+        a_token = value_bytes * a.hidden_size
+        forward = backward = np.zeros((len(layers), len(enc)))
         if tp > 1:
-            per_byte, latency = _ring(self.tensor_link, tp, times=2)
-            cross = num_dec * (3 * dec * a_token * per_byte + 3 * latency)
-            forward = num_enc * (2 * enc * a_token * per_byte + 2 * latency) + cross
-            backward = forward + num_dec * enc * a_token * per_byte
+            link = self.cluster.group_link(1, tp)
+            cross = num_dec * _ring_ns(link, tp, 3 * dec * a_token, times=2, count=3)
+            forward = num_enc * _ring_ns(link, tp, 2 * enc * a_token, times=2, count=2) + cross
+            backward = forward + _ring_ns(link, tp, num_dec * enc * a_token, times=2, count=0)
             if a.num_query_groups % tp:  # ranks that share key heads gather all rows of queries, keys and values
-                per_byte, latency = _ring(self.tensor_link, tp, times=1)
-                a_row = self.base.activation_bytes_per_value * (a.query_size + 2 * a.kv_size)
-                gather = num_enc * (enc * a_row * per_byte + latency)
+                gather = num_enc * _ring_ns(link, tp, enc * (value_bytes * (a.query_size + 2 * a.kv_size)))
                 forward, backward = forward + gather, backward + gather
-        ep = self.strategy.ep
         if ep > 1 and a.num_experts:
-            per_byte, latency = _ring(self.expert_link, ep, times=1)
+            link = self.cluster.group_link(tp * self.strategy.cp, ep)
             rows = a.top_k * enc / (tp if self.strategy.sequence_parallel else 1)
-            exchange = 2 * self._num_mixtures * (rows * a_token * per_byte + latency)
+            exchange = 2 * self._num_mixtures * _ring_ns(link, ep, rows * a_token)
             forward, backward = forward + exchange, backward + exchange
         backward = backward + np.where(again, forward, 0)
         return np.rint(forward).astype(np.int64), np.rint(backward).astype(np.int64)
@@ -217,55 +186,25 @@ class EstimatedCosts(CostModel):
     @property
     def _num_mixtures(self) -> IntArray:
         """Layers of experts on every stage, shape (S, 1)."""
-        kinds = kinds_of_stages(self.base.architecture, tuple(map(int, self._layers[:, 0])))
+        kinds = kinds_of_stages(self.base.architecture, self.base.stage_layers[:, 0].tolist())
         counts: IntArray = np.array([own for kind, own in kinds if kind.num_experts], np.int64)
         per_stage: IntArray = counts.sum(axis=0, keepdims=True).T
         return per_stage
 
     def _replicas_ns(self) -> tuple[IntArray, IntArray]:
-        """Of every stage and micro-batch: gathering weights, scattering gradients; shape (S, 1)."""
+        """Return each stage's times of gathering weights and of scattering gradients, shape (S, 1)."""
         nothing = np.zeros((self.num_stages, 1), np.int64)
         dp, zero = self.weight_topology.dp, self.strategy.zero_stage
         if zero < 2 or dp == 1:
             return nothing, nothing
         weight, gradient, _ = BYTES_PER_PARAMETER[self.recipe]
-        per_byte, latency = _ring(self.replica_link, dp, times=1)
-        common = self.states.parameters.common[:, None]
-        scatter = np.rint(common * gradient * per_byte + latency).astype(np.int64)
+        common, link = self.states.parameters.common[:, None], self.replica_link
+        scatter = np.rint(_ring_ns(link, dp, common * gradient)).astype(np.int64)
         if zero == 2:
             return nothing, scatter
-        from_host = 1e9 / (dp * self.host_bytes_per_s) if self.strategy.offload == "all" else 0.0
-        gather = np.rint(common * weight * (per_byte + from_host) + latency).astype(np.int64)
+        from_host = 1e9 / (dp * self.cluster.host_bytes_per_s) if self.strategy.offload == "all" else 0.0
+        gather = np.rint(_ring_ns(link, dp, common * weight) + common * weight * from_host).astype(np.int64)
         return gather, scatter
-
-    def _plain_head_bytes(
-        self, plain: PlainLayers, tokens: IntArray, is_sliced: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.int64]:
-        whole, sliced = plain.head_bytes(tokens), self.base.chunked_head_bytes(tokens)[0]
-        return np.where(is_sliced, whole - plain.logits_bytes(tokens) + sliced, whole)
-
-    def _plain_bytes(
-        self,
-        plain: PlainLayers,
-        tokens: IntArray,
-        positions: IntArray,
-        recompute: npt.NDArray[np.str_],
-        is_sliced: npt.NDArray[np.bool_],
-    ) -> tuple[IntArray, IntArray]:
-        """Stored and working bytes. When a layer runs backwards the head's are gone, and at the end the layers' too."""
-        layers = self._layers[:, :1]
-        stages = np.arange(self.num_stages)[:, None]
-        is_first, is_last = stages == 0, stages == self.num_stages - 1
-        kept_bytes = np.where(recompute == "full", plain.checkpoint_bytes(tokens), plain.layer_bytes(tokens, positions))
-        head = is_last * self._plain_head_bytes(plain, tokens, is_sliced)
-        tied = plain.architecture.tied_embeddings and self.num_stages == 1
-        shared = np.where(recompute == "full", plain.shared_bytes(positions), 0)
-        stored = layers * kept_bytes + (layers > 0) * shared + head
-        of_layer = np.where(layers > 0, plain.layer_working_bytes(tokens, kept_bytes, positions, tied=tied) - head, 0)
-        head_working = plain.head_working_bytes(tokens, tied=tied)
-        of_head = is_last * np.where(is_sliced, self.base.chunked_head_bytes(tokens)[1], head_working)
-        of_embedding = is_first * plain.embedding_working_bytes(tied=tied) - stored
-        return stored, np.maximum(np.maximum(of_layer, of_head), np.maximum(of_embedding, 0))
 
     def fingerprint(self) -> str:
         return fingerprint(
@@ -276,17 +215,15 @@ class EstimatedCosts(CostModel):
         )
 
 
-def _ring(link: Link, size: int, *, times: int) -> tuple[float, float]:
-    """(ns a byte, ns a collective) of one that moves `times` x (size - 1) / size of its bytes over every link."""
-    return times * (size - 1) / size * 1e9 / link.bytes_per_s, float(link.latency_ns)
+def _ring_ns(link: Link, size: int, num_bytes: Any, *, times: int = 1, count: int = 1) -> Any:
+    """Return the ns of `count` collectives that move `times` x (size - 1) / size of their bytes over every link: 1 for
+    a gather, a scatter or an exchange, 2 for a sum."""
+    return num_bytes * (times * (size - 1) / size * 1e9 / link.bytes_per_s) + count * float(link.latency_ns)
 
 
 def ring_s(num_bytes: float, link: Link, size: int, *, times: int = 1) -> float:
-    """Seconds of one collective over `size` ranks: 1 for a gather, a scatter or an exchange, 2 for a sum."""
-    if size == 1 or not num_bytes:
-        return 0.0
-    per_byte, latency = _ring(link, size, times=times)
-    return (num_bytes * per_byte + latency) / 1e9
+    """Return the seconds of one collective over `size` ranks, as `_ring_ns` counts it."""
+    return _ring_ns(link, size, num_bytes, times=times) / 1e9 if size > 1 and num_bytes else 0.0
 
 
 def estimated_costs(
@@ -298,7 +235,7 @@ def estimated_costs(
     recipe: StateRecipe,
     layout: Layout = "padded",
 ) -> EstimatedCosts:
-    """Costs under a strategy. Errors: ConfigError for sizes that do not divide over it."""
+    """Return the costs under a strategy. Raises ConfigError for sizes that do not divide over it."""
     topology = strategy.weight_topology
     tp = topology.tp
     held = count_states(
@@ -310,31 +247,20 @@ def estimated_costs(
         ep=strategy.ep,
     )
     base, plain = _counted_costs(architecture, cluster, strategy, precision), None
-    if not architecture.num_decoder_layers and not cluster.device.is_fused and PlainLayers.know(architecture):
+    if not cluster.device.is_fused and counts_plain_layers(architecture):
         refuse_spread(topology, "an estimate of operators one by one")
-        plain = PlainLayers.of(base, packed=layout == "packed")
-    return EstimatedCosts(
-        base=base,
-        states=held,
-        strategy=strategy,
-        recipe=recipe,
-        tensor_link=cluster.group_link(1, tp),
-        replica_link=cluster.group_link(tp, topology.dp),
-        expert_link=cluster.group_link(tp * strategy.cp, strategy.ep),
-        links=cluster.links,
-        host_bytes_per_s=cluster.host_bytes_per_s,
-        plain=plain,
-    )
+        plain = PlainLayers(base, packed=layout == "packed")
+    return EstimatedCosts(base=base, states=held, strategy=strategy, recipe=recipe, cluster=cluster, plain=plain)
 
 
 def _counted_costs(
     architecture: Architecture, cluster: Cluster, strategy: Strategy, precision: Precision
 ) -> AnalyticCosts:
-    """What the padded model's own layers cost, without what the strategy adds to them."""
+    """Return what the padded model's own layers cost, without what the strategy adds to them."""
     topology, flops_per_s = strategy.weight_topology, cluster.flops_per_s(precision)
     padded = architecture.padded(topology.tp)
     value_bytes: Literal[2, 4] = 4 if precision == "fp32" else 2
-    # An engine of ZeRO 3 gathers a head's weight for its own forward alone.
+    # An engine of ZeRO 3 gathers a head's weight only for its own forward.
     head_slice = HEAD_SLICE if strategy.zero_stage < 3 else 0
     return AnalyticCosts(
         padded,

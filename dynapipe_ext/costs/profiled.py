@@ -356,6 +356,32 @@ def choose_and_measure(
 
     Raises DataError if hardly anything fits on the device, or there is no time for the longest row.
     """
+    _measure_first(profile, measure, within, go_on=go_on, in_time=in_time)
+    while True:
+        errors = profile.errors(within)
+        error = float(np.mean(list(errors.values())))
+        done = len(errors) >= _LEAST_SHAPES and error <= error_target
+        if not go_on(profile) or done or len(profile.shapes()) >= most_shapes:
+            break
+        unknown = [s for s in within.candidates() if s not in profile.shapes()]
+        chosen = next_shape(errors, unknown)
+        if chosen is not None and not in_time(chosen):
+            chosen = next_shape(errors, [s for s in unknown if in_time(s)])
+        if chosen is None:
+            break
+        profile.visit(chosen, measure, within)
+    profile.pack(measure, within)
+
+
+def _measure_first(
+    profile: Profile,
+    measure: MeasureShape,
+    within: ProfileRange,
+    *,
+    go_on: Callable[[Profile], bool],
+    in_time: Callable[[MeasuredShape], bool],
+) -> None:
+    """Measure the first shapes, and further ones until enough for a table fit. Raises as `choose_and_measure` does."""
     first = within.first()
     for index, shape in enumerate(first + sorted(within.candidates(), key=_tokens)):
         enough = len(profile.fitting(within)) >= _FEWEST
@@ -378,20 +404,6 @@ def choose_and_measure(
             f" {within.max_tokens} tokens were measured and fit on this device, but a table needs {_FEWEST}: give other"
             " lengths, or fewer tokens where they do not fit, or more time (--max-seconds)"
         )
-    while True:
-        errors = profile.errors(within)
-        error = float(np.mean(list(errors.values())))
-        done = len(errors) >= _LEAST_SHAPES and error <= error_target
-        if not go_on(profile) or done or len(profile.shapes()) >= most_shapes:
-            break
-        unknown = [s for s in within.candidates() if s not in profile.shapes()]
-        chosen = next_shape(errors, unknown)
-        if chosen is not None and not in_time(chosen):
-            chosen = next_shape(errors, [s for s in unknown if in_time(s)])
-        if chosen is None:
-            break
-        profile.visit(chosen, measure, within)
-    profile.pack(measure, within)
 
 
 def cost_table(

@@ -5,50 +5,94 @@ Counted operator by operator, as `dynapipe train` runs on a CPU: more than the f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.features import PiecePositions
-from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.costs.features import Features, split_kinds
+from dynapipe_ext.costs.grid import BoolArray
+from dynapipe_ext.costs.model import IntArray, bytes_keeping_inputs
 from dynapipe_ext.models.architecture import Architecture
 
-_IDS = 25  # bytes a token: ids (8) and labels (8), weights and losses (8), a mask (1)
+_IDS = 25  # bytes per token: ids (8) and labels (8), weights and losses (8), a mask (1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def counts_plain_layers(a: Architecture) -> bool:
+    """Return whether a model's layers are counted: those of experts, latent attention and capped scores are not."""
+    return not (a.num_experts or a.num_decoder_layers or a.attention_softcap or a.latent)
+
+
+@dataclass(frozen=True, slots=True)
 class PlainLayers:
-    """What a decoder-only model keeps on one of `tp` ranks, in values of 2 or 4 bytes.
-
-    `divided`: sequence parallelism. `packed`: documents end to end; their attention is called one by one and joined.
+    """What the decoder-only model of `base` keeps on one rank. `packed`: documents end to end, whose attention is
+    called one by one and joined.
     """
 
-    architecture: Architecture
-    tp: int
-    values: int
-    divided: bool = False
-    packed: bool = False
+    base: AnalyticCosts
+    packed: bool
 
-    @staticmethod
-    def know(architecture: Architecture) -> bool:
-        """Whether its layers are counted: neither those of experts nor latent attention nor capped scores are."""
-        a = architecture
-        return not (a.num_experts or a.num_decoder_layers or a.attention_softcap or a.latent)
+    @property
+    def architecture(self) -> Architecture:
+        return self.base.architecture
 
-    @classmethod
-    def of(cls, costs: AnalyticCosts, *, packed: bool) -> PlainLayers:
-        return cls(
-            architecture=costs.architecture,
-            tp=costs.topology.tp,
-            values=costs.activation_bytes_per_value,
-            divided=costs.sequence_parallel,
-            packed=packed,
-        )
+    @property
+    def tp(self) -> int:
+        return self.base.topology.tp
+
+    @property
+    def values(self) -> int:
+        """Bytes per value."""
+        return self.base.activation_bytes_per_value
+
+    def count_bytes(self, features: Features, transfer_bytes: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the stored and the working bytes of micro-batches, of every stage.
+
+        When a layer runs backwards the head's bytes are gone, and at the end the layers' too.
+        """
+        a, v = self.architecture, self.values
+        tokens, positions, pieces = features.positions[0], features.shapes[1], features.pieces
+        recompute, is_chunked = split_kinds(features.recompute)
+        is_chunked, is_full = self.base.chunks_head(is_chunked, tokens), recompute == "full"
+        layers = self.base.stage_layers[:, :1]
+        stages = np.arange(len(layers))[:, None]
+        is_first, is_last = stages == 0, stages == len(layers) - 1
+        tied = a.tied_embeddings and len(layers) == 1
+        checkpoint_bytes = self._share(v * a.hidden_size * tokens)
+        kept_bytes = np.where(is_full, checkpoint_bytes, self.layer_bytes(tokens, positions))
+        angles = 4 * a.head_dim if a.position == "rope" else 0  # fp32, kept once for all recomputed layers
+        head = is_last * self._head_bytes(tokens, is_chunked)
+        stored = layers * kept_bytes + (layers > 0) * is_full * angles * positions + head
+        of_layer = np.where(layers > 0, self.layer_working_bytes(tokens, kept_bytes, positions, tied=tied) - head, 0)
+        chunked = self.base.chunked_head_bytes(tokens)[1]
+        of_head = is_last * np.where(is_chunked, chunked, self.head_working_bytes(tokens, tied=tied))
+        of_embedding = is_first * self.embedding_working_bytes(tied=tied) - stored
+        working = np.maximum(np.maximum(of_layer, of_head), np.maximum(of_embedding, 0))
+        if pieces is None:
+            return bytes_keeping_inputs(recompute == "stage", stored, working, transfer_bytes)
+        stored = stored - layers * ~is_full * self._spared_bytes(pieces.own, recompute == "selective")
+        stored, working = bytes_keeping_inputs(recompute == "stage", stored, working, transfer_bytes)
+        a_position = 2 * a.kv_size_on(self.tp)  # values that pieces keep for one another; a running one has gradients
+        stored = stored + layers * (a_position * pieces.kept_bytes(v))
+        return stored, working + (layers > 0) * (a_position * v * pieces.joined)
+
+    def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
+        """Return the part of the last stage's stored bytes that is the head's, shape (M,)."""
+        kept_positions = (0 if m.layer_recompute == "stage" else m.padded_tokens for m in micro_batches)
+        positions = np.fromiter(kept_positions, np.int64)
+        _, is_chunked = split_kinds(np.array([m.recompute for m in micro_batches], np.str_))
+        return self._head_bytes(positions, self.base.chunks_head(is_chunked, positions))
+
+    def _head_bytes(self, tokens: IntArray, is_chunked: BoolArray) -> IntArray:
+        """Count the final norm, the head and the loss: fp32 probabilities of the full vocabulary, or chunks."""
+        probabilities = 4 * self.architecture.vocab_size // self.tp * tokens
+        kept_bytes = np.where(is_chunked, self.base.chunked_head_bytes(tokens)[0], probabilities)
+        return np.asarray(kept_bytes + self._share(self._norm_bytes() * tokens) + _IDS * tokens)
 
     def layer_bytes(self, tokens: IntArray, positions: IntArray) -> IntArray:
-        """From forward to backward without recomputation; `positions`: of one row."""
+        """Count the bytes of a layer from forward to backward without recomputation; `positions`: of one row."""
         a, tp, v = self.architecture, self.tp, self.values
         rope = a.position == "rope"
         attention = self._attention_values
@@ -62,8 +106,8 @@ class PlainLayers:
 
     @property
     def _attention_values(self) -> int:
-        """Of one token. Grouped: keys and values repeated for every head, and the queries. Else values lie in the whole
-        output of qkv, and turned queries and keys are their own. And the output; joined from documents once more.
+        """Values per token. Grouped: keys and values repeated for every head, and the queries. Else values are in the
+        full output of qkv, and queries and keys after rotary embedding are separate. And the output, if packed twice.
         """
         a = self.architecture
         query, kv = a.query_size // self.tp, a.kv_size_on(self.tp)
@@ -71,26 +115,20 @@ class PlainLayers:
         attended = 3 * query if a.num_query_groups < a.num_heads else query + 2 * kv + turned
         return attended + query * (2 if self.packed else 1)
 
-    def spared_bytes(self, own: IntArray, *, selective: npt.NDArray[np.bool_]) -> IntArray:
-        """Bytes that a layer saves on a piece's own positions, whose keys and values lie in buffers. It keeps their
-        queries and outputs alone, as the softmax is computed again; where attention is recomputed, it also keeps the
-        inputs of attention.
+    def _spared_bytes(self, own: IntArray, is_selective: BoolArray) -> IntArray:
+        """Count what a layer saves on a piece's own positions, whose keys and values are in buffers. It only keeps
+        their queries and outputs, as the softmax is computed again; if attention is recomputed, its inputs too.
         """
         a = self.architecture
         query, kv = a.query_size // self.tp, a.kv_size_on(self.tp)
         turned = query + kv if a.position == "rope" else 0
-        piece_values = np.where(selective, 2 * query + 2 * kv + turned, 2 * query)
+        piece_values = np.where(is_selective, 2 * query + 2 * kv + turned, 2 * query)
         spared: IntArray = (self.values * (self._attention_values - piece_values) + 4 * a.num_heads // self.tp) * own
         return spared
 
-    def carried_bytes(self, positions: PiecePositions) -> tuple[IntArray, IntArray]:
-        """What pieces keep in each layer for one another, and the gradients of all positions so far while one runs."""
-        a_position = 2 * self.architecture.kv_size_on(self.tp)  # values
-        return a_position * positions.kept_bytes(self.values), a_position * self.values * positions.joined
-
     def _layer_norms_bytes(self) -> int:
-        """Bytes that a layer's norms keep of one token, with the inputs of the products: these are kept wherever norms
-        stand. A norm behind a product keeps an input of its own; its output is only added to the residual stream, and
+        """Count the bytes that a layer's norms keep per token, with the inputs of the products, which are kept in any
+        case. A norm after a product keeps an input of its own; its output is only added to the residual stream, and
         not kept.
         """
         before = 2 * self._norm_bytes()
@@ -99,8 +137,8 @@ class PlainLayers:
         return before + 2 * (self._norm_bytes() - self.architecture.hidden_size * self.values)
 
     def _qk_norm_bytes(self) -> int:
-        """Of the norms of queries and keys and one token: fp32 inputs and normalised values, statistics. Of 4-byte
-        values inputs are no copies, unless all heads are normalised at once; those of grouped heads are.
+        """Count the bytes per token of the norms of queries and keys: fp32 inputs and normalised values, statistics.
+        Inputs of 4-byte values are no copies, unless all heads are normalised at once; those of grouped heads are.
         """
         a, tp, v = self.architecture, self.tp, self.values
         if not a.qk_norm:
@@ -114,8 +152,8 @@ class PlainLayers:
         return (12 if a.num_query_groups < a.num_heads else 4) * (query + kv) + statistics
 
     def _window_bytes(self, tokens: IntArray, positions: IntArray) -> IntArray:
-        """Of a mean layer where some have windows: blocks of queries, each with the keys and values of its window (own
-        copies where heads are grouped), its output and its mask. A packed row counts as one document, the most it is.
+        """Count the bytes of a mean layer if some have windows: blocks of queries, each with the keys and values of its
+        window (own copies if heads are grouped), its output and its mask. A packed row counts as one document.
         """
         a, v, window = self.architecture, self.values, self.architecture.sliding_window
         if not window:
@@ -131,35 +169,18 @@ class PlainLayers:
         return of_mean
 
     def _norm_bytes(self) -> int:
-        """Of one norm and one token: input, output, statistics; RMSNorm of 16-bit values is computed in fp32."""
+        """Count the bytes of one norm per token: input, output, statistics; RMSNorm of 16-bit values is in fp32."""
         h, v = self.architecture.hidden_size, self.values
         if self.architecture.norm == "layernorm":
             return 2 * h * v + 2 * v
         return (3 * h * v if v == 4 else 8 * h + h * v) + 4
 
     def _share(self, num_bytes: IntArray) -> IntArray:
-        return -(-num_bytes // self.tp) if self.divided else num_bytes
-
-    def checkpoint_bytes(self, tokens: IntArray) -> IntArray:
-        """Of a layer under full recomputation: its input."""
-        return self._share(self.values * self.architecture.hidden_size * tokens)
-
-    def shared_bytes(self, positions: IntArray) -> IntArray:
-        """Of all layers of a stage under full recomputation together: the fp32 angles of rotary positions."""
-        angles = 4 * self.architecture.head_dim if self.architecture.position == "rope" else 0
-        return angles * positions
-
-    def head_bytes(self, tokens: IntArray) -> IntArray:
-        """Of the final norm, the head and the loss: fp32 probabilities of the whole vocabulary."""
-        return self.logits_bytes(tokens) + self._share(self._norm_bytes() * tokens) + _IDS * tokens
-
-    def logits_bytes(self, tokens: IntArray) -> IntArray:
-        """Of these the probabilities."""
-        return 4 * self.architecture.vocab_size // self.tp * tokens
+        return -(-num_bytes // self.tp) if self.base.sequence_parallel else num_bytes
 
     @property
     def _summed(self) -> int:
-        """Bytes of a weight's gradient while it is added to the fp32 sums: itself, and cast where it is narrower."""
+        """Bytes of a weight's gradient while it is added to the fp32 sums: itself, and cast if it is narrower."""
         return self.values + (4 if self.values < 4 else 0)
 
     @property
@@ -167,9 +188,9 @@ class PlainLayers:
         return self.architecture.vocab_size // self.tp * self.architecture.hidden_size
 
     def head_working_bytes(self, tokens: IntArray, *, tied: bool) -> IntArray:
-        """Bytes beside the kept ones while the head runs backwards: the gradient of its input, and for 4-byte values
-        that of its weight (the gradient of the logits takes the place of the probabilities). For 2-byte values it is
-        the gradient of the logits and, once the probabilities are freed, that of the weight.
+        """Count the bytes in addition to the kept ones while the head runs backwards: the gradient of its input, and
+        for 4-byte values that of its weight (the gradient of the logits replaces the probabilities). For 2-byte values
+        it is the gradient of the logits and, once the probabilities are freed, that of the weight.
         """
         vocab, v = self.architecture.vocab_size // self.tp, self.values
         gradient: IntArray = v * self.architecture.hidden_size * tokens
@@ -180,16 +201,16 @@ class PlainLayers:
         return gradient + np.maximum(v * vocab * tokens, weight)
 
     def embedding_working_bytes(self, *, tied: bool) -> int:
-        """At a backward's end, no activation left: the embedding's gradient, beside a tied head's or its cast."""
+        """Count the bytes at a backward's end: the embedding's gradient, and that of a tied head or a cast."""
         return self._embedding * max(self._summed, 2 * self.values if tied else 0)
 
     def layer_working_bytes(
         self, tokens: IntArray, kept_bytes: IntArray, positions: IntArray, *, tied: bool
     ) -> IntArray:
-        """Bytes beside `kept_bytes` while one layer runs backwards, at the fullest moment of its MLP. The moments are:
-        the second product has its gradients; its weight's gradient is summed; the activation function has its gradient;
-        then the first two again, of the first product. At each of them there are also recomputed activations, the
-        gradients of the residual stream, and the gradient of a tied embedding, which waits for the embedding itself.
+        """Count the bytes in addition to `kept_bytes` while one layer runs backwards, at the fullest moment of its MLP.
+        The moments are: the second product has its gradients; its weight's gradient is summed; the activation function
+        has its gradient; then the first two again, of the first product. At each of them there are also recomputed
+        activations, the gradients of the residual stream, and that of a tied embedding, which waits for the embedding.
         """
         a, tp, v = self.architecture, self.tp, self.values
         h, f, fc1 = a.hidden_size, a.ffn_hidden_size // tp, a.fc1_size // tp

@@ -16,7 +16,7 @@ from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary
 from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES
-from dynapipe_ext.costs.unfused import PlainLayers
+from dynapipe_ext.costs.unfused import counts_plain_layers
 from dynapipe_ext.data.sample_selection import data_settings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import counted, figure, percent
@@ -66,7 +66,7 @@ def assumptions(question: Question) -> list[str]:
         )
     if question.architecture.num_decoder_layers:
         lines.append("attention: scores are kept, as relative position biases rule out flash kernels")
-    if not device.is_fused and PlainLayers.know(question.architecture):
+    if not device.is_fused and counts_plain_layers(question.architecture):
         lines.append("layers: plain operators, as dynapipe train runs on a CPU, which keep more than fused kernels")
     elif not device.is_fused:
         lines.append("layers: counted with fused kernels, although this model's layers keep more on this device")
