@@ -163,7 +163,7 @@ def test_a_sample_that_no_rank_holds_fits_over_several_which_training_joins():
         assert t.tp * t.pp * t.dp * 8 == q.cluster.world_size
         assert option.peak_bytes <= 80e9
         topology = TrainConfig.from_json(settings(q, option), "the estimate").topology
-        assert (topology.width, topology.dp) == (8, 8 * t.dp)
+        assert (topology.context_parallel, topology.dp) == (8, 8 * t.dp)
 
 
 def test_context_parallelism_is_dropped_by_name_where_attention_cannot_be_divided():
