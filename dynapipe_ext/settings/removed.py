@@ -26,6 +26,10 @@ _SUCCESSORS = {
     ("[checkpoint] background",): "leave it out, as runs on accelerators save so",
     ("[data] prefetch_steps",): "leave it out, as planners stay 2 steps ahead",
     ("--stages-per-rank", "[topology] stages_per_rank"): "leave it out, or name more stages by layers_per_stage",
+    ("--reserve-gb", "--host-memory-gb", "--efficiency", "--intra-gb-per-s", "--inter-gb-per-s", "--host-gb-per-s"): (
+        "name it in a file of --cluster"
+    ),
+    ("--rdzv-backend",): "leave it out, as the rendezvous is the package's own; --node-rank fixes the ranks of nodes",
     ("--replica-counts", "[plan] replica_counts"): "leave it out, as they are equal if replicas meet inside of these",
     ("[run] tensorboard",): 'use loggers = ["tensorboard"]',
     ("[run] traced_steps",): "leave it out, as the page draws the last 3 steps",

@@ -6,12 +6,13 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, StateRecipe
-from dynapipe_ext.errors import ConfigError, did_you_mean, short
+from dynapipe_ext.errors import ConfigError, did_you_mean, reason, refuse_unknown, short
 from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending, given_flags, refuse_below
 from dynapipe_ext.launch.commands.counted_models import counted_json, counted_model, counted_notes, counted_table
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
@@ -21,6 +22,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.counted import CountedModel
 from dynapipe_ext.models.named_models import PRESETS, read_model
 from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags
+from dynapipe_ext.toml_text import parse_toml
 from dynapipe_ext.tools.console import deliver, delivering, error_console, output
 from dynapipe_ext.tools.estimate.answer import (
     Prices,
@@ -41,6 +43,9 @@ _MOST_TOKENS_PER_BATCH = 4 << 20  # what large models were trained with
 _MOST_SAMPLES = 1024  # of a global batch
 _STATES: tuple[StateRecipe, ...] = tuple(recipe for recipe in RECIPES if recipe != "fp32")
 _NOTHING_FITS = 1
+_CLUSTER_FIGURES = (
+    "reserved_gb", "host_memory_gb", "efficiency", "intra_gb_per_s", "inter_gb_per_s", "host_gb_per_s",
+)  # fmt: skip
 
 _EPILOG = f"""examples:
   dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --device a100 --gpu-memory-gb 80
@@ -78,16 +83,9 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--nodes", type=int, default=1, metavar="N", help="machines")
     cluster.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="devices of one")
     cluster.add_argument("--device", choices=tuple(DEVICES), default="h100", help="whose published figures count")
-    for flag, what in (
-        ("--gpu-memory-gb", "of one device, 10^9 bytes"),
-        ("--reserve-gb", "of that left to the framework: contexts, communicators, fragmentation"),
-        ("--host-memory-gb", "of one node; limits what is offloaded (default: no limit; 250 a device are usual)"),
-        ("--efficiency", "share of the peak rate that a layer's kernels reach, 0 to 1"),
-        ("--intra-gb-per-s", "between devices of a node, one direction"),
-        ("--inter-gb-per-s", "between nodes, per device, one direction"),
-        ("--host-gb-per-s", "between device and host, one direction"),
-    ):
-        cluster.add_argument(flag, type=float, metavar="X", help=what)
+    cluster.add_argument("--gpu-memory-gb", type=float, metavar="X", help="of one device, 10^9 bytes")
+    names = ", ".join(_CLUSTER_FIGURES)
+    cluster.add_argument("--cluster", metavar="FILE", help=f"other figures as TOML: {names} (default: published)")
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -174,17 +172,7 @@ def question_of(args: argparse.Namespace) -> Question:
         nodes=args.nodes,
         gpus_per_node=args.gpus_per_node,
         gpu_memory_gb=args.gpu_memory_gb,
-        reserved_gb=args.reserve_gb,
-        efficiency=args.efficiency,
-        host_memory_gb=args.host_memory_gb,
-        **{
-            f"{link}_bytes_per_s": None if value is None else value * 1e9
-            for link, value in (
-                ("intra", args.intra_gb_per_s),
-                ("inter", args.inter_gb_per_s),
-                ("host", args.host_gb_per_s),
-            )
-        },
+        **_cluster_figures(args.cluster),
     )
     if args.precision == "fp32" and args.states != "megatron":
         raise ConfigError(f"--states {args.states} is about 16-bit weights: leave it out with --precision fp32")
@@ -214,6 +202,21 @@ def question_of(args: argparse.Namespace) -> Question:
         ),
         seed=args.seed,
     )
+
+
+def _cluster_figures(path: str | None) -> dict[str, float]:
+    """Read the figures of a cluster's file, by the names of `Cluster`. Raises ConfigError."""
+    if path is None:
+        return {}
+    try:
+        figures = parse_toml(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as TOML: {reason(error)}: give a file of figures") from error
+    refuse_unknown(figures, _CLUSTER_FIGURES, path)
+    if faults := [name for name, value in figures.items() if type(value) not in (int, float)]:
+        raise ConfigError(f"{path}: {faults[0]} is {short(figures[faults[0]])} but must be a number")
+    rates = {name for name in figures if name.endswith("_gb_per_s")}
+    return {name.replace("_gb_", "_bytes_"): value * 1e9 if name in rates else value for name, value in figures.items()}
 
 
 def _data(args: argparse.Namespace, architecture: Architecture) -> LengthData:

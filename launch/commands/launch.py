@@ -105,12 +105,6 @@ def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
         help=f"where the nodes meet (default: the first of --hosts at a free port; of nodes started by hand: {_PORT})",
     )
     parser.add_argument(
-        "--rdzv-backend",
-        choices=("c10d", "static"),
-        default="c10d",
-        help="with static every node must have its --node-rank; the rendezvous is the package's own with both",
-    )
-    parser.add_argument(
         "--rdzv-id", metavar="ID", help="of the job (default: a new one; of nodes started by hand: made of --run-dir)"
     )
     parser.add_argument(
@@ -288,8 +282,6 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         raise ConfigError(f"{num_nodes} nodes must meet somewhere: give --rdzv-endpoint HOST:PORT, or --hosts FILE")
     if args.ray_address and not args.ray:
         raise ConfigError(f"--ray-address {args.ray_address} names a Ray cluster: add --ray, or leave it out")
-    if args.rdzv_backend == "static" and num_nodes > 1 and not (hosts or args.ray or args.node_rank is not None):
-        raise ConfigError("--rdzv-backend static needs --node-rank on every node: give it, or --hosts FILE")
     if num_nodes > 1 and not (config.run.run_dir or args.resume):
         raise ConfigError(f"{num_nodes} nodes need one directory that all of them see: give it as --run-dir DIR")
     launch_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -313,8 +305,7 @@ def _refuse_unused(args: argparse.Namespace) -> None:
     without one."""
     if args.hosts:
         return
-    backend = args.rdzv_backend if args.rdzv_backend == "static" else None
-    of_nodes = {"rdzv_endpoint": args.rdzv_endpoint, "rdzv_id": args.rdzv_id, "rdzv_backend": backend}
+    of_nodes = {"rdzv_endpoint": args.rdzv_endpoint, "rdzv_id": args.rdzv_id}
     for name, value in of_nodes.items():
         if value and args.nnodes is None:  # `--nnodes 1` says it, as scripts for any number do
             raise ConfigError(

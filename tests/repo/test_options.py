@@ -127,7 +127,7 @@ def test_an_option_has_one_name() -> None:
 
 def test_memory_is_given_in_one_way() -> None:
     limits = {action.option_strings[0] for _, action in OPTIONS if re.search(r"memory|mb$", action.dest)}
-    assert limits == {"--gpu-memory-gb", "--host-memory-gb", "--memory-limit-gb"}  # a device, a node, a run's rank
+    assert limits == {"--gpu-memory-gb", "--memory-limit-gb"}  # a device, a run's rank
 
 
 @pytest.mark.parametrize("command", PARSERS)

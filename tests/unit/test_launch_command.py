@@ -55,11 +55,10 @@ def test_on_one_machine_torchrun_starts_all_ranks_with_the_flags_of_train(capsys
 
 def test_of_nodes_that_are_started_one_by_one_torchrun_counts_the_restarts(capsys: pytest.CaptureFixture[str]) -> None:
     meeting = ["--nnodes", "2", "--rdzv-endpoint", "localhost", "--run-dir", "r", "--rdzv-id", "mine"]
-    for backend in ("c10d", "static"):  # both mean the package's own
-        (words,) = commands(capsys, *meeting, "--node-rank", "1", "--rdzv-backend", backend)
-        said = "--rdzv-backend dynapipe --rdzv-endpoint localhost:29400 --rdzv-id mine --rdzv-conf node_rank=1"
-        wanted = [*TORCHRUN.format(nodes=2, ranks=4, restarts=3).split(), *said.split()]
-        assert words[1 : len(wanted) + 1] == wanted
+    (words,) = commands(capsys, *meeting, "--node-rank", "1")
+    said = "--rdzv-backend dynapipe --rdzv-endpoint localhost:29400 --rdzv-id mine --rdzv-conf node_rank=1"
+    wanted = [*TORCHRUN.format(nodes=2, ranks=4, restarts=3).split(), *said.split()]
+    assert words[1 : len(wanted) + 1] == wanted
     (words,) = commands(capsys, *meeting)
     assert "--rdzv-conf" not in words
 
@@ -177,7 +176,6 @@ def test_a_job_starts_on_all_hosts_of_the_file_but_its_spares(here: Path, capsys
         (["--nnodes", "0"], "over 0 nodes"),
         (["--nnodes", "2"], "must meet somewhere: give --rdzv-endpoint HOST:PORT"),
         (["--nnodes", "2", "--rdzv-endpoint", "a"], "one directory that all of them see: give it as --run-dir"),
-        (["--nnodes", "2", "--rdzv-endpoint", "a", "--rdzv-backend", "static"], "static needs --node-rank"),
         (["--node-rank", "1"], "--node-rank is 1 but must be in 0..0"),
         (["--max-restarts", "-1"], "--max-restarts is -1 but"),
         (["--spares", "1"], "--spares 1 are the last hosts of a file: give it by --hosts"),
@@ -195,7 +193,6 @@ def test_a_job_starts_on_all_hosts_of_the_file_but_its_spares(here: Path, capsys
             "--rdzv-endpoint a is for several nodes that meet, but --nnodes is 1: add --nnodes N",
         ),
         (["--rdzv-id", "mine"], "--rdzv-id mine is for several nodes"),
-        (["--rdzv-backend", "static"], "--rdzv-backend static is for several nodes"),
         (["--ray", "--rdzv-id", "mine"], "--rdzv-id mine is for several nodes"),
         (["--ssh", "rsh -n"], "--ssh rsh -n is for the hosts of a file: add --hosts FILE, or leave it out"),
         (["--ray", "--wait-for-hosts", "2m"], "--wait-for-hosts 120 is for the hosts of a file: add --hosts FILE"),

@@ -51,17 +51,17 @@ def assumptions(question: Question) -> list[str]:
     cluster, device = question.cluster, question.cluster.device
     peak = device.peak_flops_per_s[question.precision]
     lines = [
-        f"rate: {peak / 1e12:g} TFLOP/s {question.precision} x efficiency {cluster.efficiency:g} (--efficiency), and"
+        f"rate: {peak / 1e12:g} TFLOP/s {question.precision} x efficiency {cluster.efficiency:g} of --cluster, and"
         f" {LAYER_OVERHEAD_NS / 1e3:g} us a layer ({device.source})",
         f"links: {cluster.intra_bytes_per_s / _GB:g} GB/s in a node, {cluster.inter_bytes_per_s / _GB:g} between nodes,"
         f" {cluster.host_bytes_per_s / _GB:g} to the host, per device and direction; hosts update"
         f" {HOST_UPDATE_BYTES_PER_S / _GB:g} GB/s a node",
-        f"memory: {cluster.reserved_gb:g} of {cluster.gpu_memory_gb:g} GB are left to the framework (--reserve-gb);"
+        f"memory: {cluster.reserved_gb:g} of {cluster.gpu_memory_gb:g} GB are left to the framework;"
         f" states as {question.states_recipe} keeps them",
     ]
     if not cluster.host_memory_gb:
         lines.append(
-            f"hosts: {cluster.usual_host_bytes / _GB:,.0f} GB a node, the usual amount (--host-memory-gb); options that"
+            f"hosts: {cluster.usual_host_bytes / _GB:,.0f} GB a node, the usual amount; options that"
             " need more come last"
         )
     if question.architecture.num_decoder_layers:

@@ -203,3 +203,20 @@ def test_bad_arguments_are_refused_by_name(words, said):
 def test_a_lengths_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(DataError, match="cannot be read as lengths"):
         run("--model", "gpt2", "--lengths", str(tmp_path / "none.npy"))
+
+
+def test_figures_of_a_cluster_are_those_of_its_file(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text("efficiency = 0.25\nintra_gb_per_s = 150\nhost_memory_gb = 512\n")
+    parser = CommandParser()
+    estimate_command.add_arguments(parser)
+    cluster = estimate_command.question_of(parser.parse_args(["--model", "gpt2", "--cluster", str(file)])).cluster
+    assert (cluster.efficiency, cluster.intra_bytes_per_s, cluster.host_memory_gb) == (0.25, 150e9, 512)
+    for text, said in (
+        ("intra = 9", r"unknown .'intra'."),
+        ("efficiency = true", "efficiency is True but must be a number"),
+        ("efficiency =", "cannot be read as TOML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            run("--model", "gpt2", "--cluster", str(file))
