@@ -83,7 +83,7 @@ class SkipPolicy:
     def refused(self, reason: str) -> Refused:
         """The step is left out. Errors: NotFiniteError where it may not be."""
         if self._skips == self._max_skips:
-            before, move = "", 'let single steps pass with [optimizer] nan_policy = "skip" (--nan-policy skip)'
+            before, move = "", 'let single steps pass with [optimizer] nan_policy = "skip"'
             if self._skips:
                 before, move = f", after {self._skips} steps that were skipped in a row", "raise [optimizer] max_skips"
             raise NotFiniteError(

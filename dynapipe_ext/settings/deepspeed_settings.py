@@ -223,7 +223,7 @@ def _without_auto(config: Json) -> Json:
 _CHECKED = "steps that are not finite are refused"
 _REASONS = {
     **dict.fromkeys(_BATCH_SIZES, "plans cut batches"),
-    "gradient_clipping": "by --clip-grad",
+    "gradient_clipping": "by [optimizer] clip_grad",
     "bf16.enabled": "by --dtype",
     "bf16.check_grad_overflow": _CHECKED,
     "zero_optimization.compute_grad_norm": _CHECKED,

@@ -52,7 +52,7 @@ class PlanRules:
     )
     effort: int = setting(8000, "--effort", "moves tried by the search", at_least=0, at_most=10**9)
     split_backward: bool = setting(False, "--split-backward", "run B as I and W")
-    loss_norm: LossNorm = setting("tokens", "--loss-norm", "divide by target tokens or samples")
+    loss_norm: LossNorm = setting("tokens")
     recompute: Literal["auto", Recompute] = setting("auto")
     replica_counts: Literal["free", "equal"] = "free"
     pieces: Pieces = setting(

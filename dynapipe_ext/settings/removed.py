@@ -29,6 +29,9 @@ _SUCCESSORS = {
     ("--reserve-gb", "--host-memory-gb", "--efficiency", "--intra-gb-per-s", "--inter-gb-per-s", "--host-gb-per-s"): (
         "name it in a file of --cluster"
     ),
+    ("--adapt-costs", "--clip-grad", "--grace", "--log-every", "--loss-norm", "--nan-policy", "--save-minutes"): (
+        "set it in a file of settings, for --config"
+    ),
     ("--rdzv-backend",): "leave it out, as the rendezvous is the package's own; --node-rank fixes the ranks of nodes",
     ("--replica-counts", "[plan] replica_counts"): "leave it out, as they are equal if replicas meet inside of these",
     ("[run] tensorboard",): 'use loggers = ["tensorboard"]',

@@ -43,7 +43,7 @@ class RunSettings:
     epochs: float = setting(0.0, "--epochs", "passes over the data, instead of steps", "N", at_least=0, at_most=10_000)
     seed: int = setting(0, "--seed", "of data order, weights and dropout", at_least=0)
     run_dir: str = setting("", "--run-dir", "report, traces, events (default: runs/ and the time)", "DIR")
-    log_every: int = setting(1, "--log-every", "steps between lines of the log", at_least=1)
+    log_every: int = setting(1, at_least=1)
     loggers: tuple[str, ...] = setting((), "--loggers", "log to tensorboard or wandb, or both", "NAME")
     log_dir: str = setting("", "--log-dir", "keep a log of each rank there", "DIR")
     log_level: Literal["info", "debug"] = setting("info", "--log-level", "debug: with every action")
@@ -294,7 +294,7 @@ class PlanSettings(PlanRules):
     memory_limit_gb: float = setting(
         1.0, "--memory-limit-gb", "of a rank, 10^9 bytes", "GB", at_least=1e-9, at_most=1e9
     )
-    adapt_costs: bool = setting(False, "--adapt-costs", "fit costs in the run where far off")
+    adapt_costs: bool = setting(False)
 
     @property
     def memory_limit_bytes(self) -> int:
@@ -322,11 +322,9 @@ class OptimizerSettings:
     warmup_fraction: float = setting(0.0, at_least=0, below=1, hint="warmup_steps counts steps")
     betas: tuple[float, ...] = setting((0.9, 0.999), "--betas", "of Adam", "B1,B2", parse=betas)
     weight_decay: float = setting(0.01, "--weight-decay", "not of norms and biases", "W", at_least=0, at_most=1e6)
-    clip_grad: float = setting(1.0, "--clip-grad", "of all gradients; 0: off", "NORM", at_least=0)
+    clip_grad: float = setting(1.0, at_least=0)
     distributed: bool = setting(False)
-    nan_policy: Literal["stop", "skip"] = setting(
-        "stop", "--nan-policy", "what follows a loss or gradients that are not finite"
-    )
+    nan_policy: Literal["stop", "skip"] = setting("stop")
     max_skips: int = setting(3, at_least=1)
     deterministic: bool = setting(
         False, "--deterministic", "same bits under every plan, pp and dp of the same micro-batches"
@@ -345,12 +343,10 @@ class CheckpointSettings:
 
     output: str = setting("", "--output", "folder to make of the trained model", "DIR")
     save_every: int = setting(0, "--save-every", "between checkpoints", "STEPS", at_least=0)
-    save_minutes: Literal["auto"] | float = setting(
-        "auto", "--save-minutes", "between checkpoints; auto: about 10", "M", parse=number_or_word, at_least=0
-    )
+    save_minutes: Literal["auto"] | float = setting("auto", at_least=0)
     keep_last: int = setting(2, "--keep-last", "checkpoints that stay; 0: all", at_least=0)
     keep_best: bool = setting(False, "--keep-best", "by validation; --output is then it")
-    grace_s: float = setting(60.0, "--grace", "to save in after a signal", "SECONDS", above=0, at_most=1e7)
+    grace_s: float = setting(60.0, above=0, at_most=1e7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,7 +129,7 @@ def _refuse_adapters(config: TrainConfig) -> None:
     model = config.model
     if config.plan.adapt_costs:
         raise ConfigError(
-            "--lora and --adapt-costs: times are fitted to costs of models that train whole. Leave one of them out, or"
+            "--lora and adapt_costs: times are fitted to costs of models that train whole. Leave one of them out, or"
             " give --costs that dynapipe profile has measured"
         )
     if not model.uses_transformers:

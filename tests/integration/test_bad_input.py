@@ -309,7 +309,8 @@ def test_ctrl_c_saves_ends_everything_and_leaves_what_ran(
 
 
 def test_ctrl_c_twice_ends_a_save_that_nobody_waits_for(preloaded: Preloaded, tiny: Path) -> None:
-    with started(preloaded, train(tiny, "--steps", "1000000", "--grace", "1000000")) as job:
+    tiny.write_text(f"{tiny.read_text()}[checkpoint]\ngrace_s = 1e6\n")
+    with started(preloaded, train(tiny, "--steps", "1000000")) as job:
         read_until(job, "step 2 ")
         os.kill(ranks(job)[1].pid, signal.SIGSTOP)
         job.send_signal(signal.SIGINT)

@@ -213,12 +213,14 @@ def test_the_costs_of_a_run_make_another_run_plan_alike(train: Train, tiny: Path
         assert again[name] == first[name]
 
 
-def test_pairs_in_xz_train_with_the_loss_by_samples(train: Train, tmp_path: Path) -> None:
+def test_pairs_in_xz_train_with_the_loss_by_samples(train: Train, tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl.xz"
     with lzma.open(path, "wt") as file:
         for i in range(24):
             file.write(json.dumps({"input": f"add {i} and {i}" * (1 + i % 5), "target": str(2 * i)}) + "\n")
-    report = train("--data", str(path), "--loss-norm", "samples", "--batch-size", "8", "--layout", "padded")
+    (tmp_path / "by-samples.toml").write_text(tiny.read_text() + 'loss_norm = "samples"\n')
+    flags = ("--data", str(path), "--batch-size", "8", "--layout", "padded")
+    report = train(*flags, config=tmp_path / "by-samples.toml")
     assert (report["loss_norm"], report["layout"]) == ("samples", "padded")
     assert all(math.isfinite(loss) for loss in report["losses"])
 

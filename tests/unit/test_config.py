@@ -296,10 +296,10 @@ def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path)
     run_dir.mkdir()
     begun = TrainConfig().with_values(optimizer={"lr": 7e-4, "min_lr": 7e-5}, topology={"tp": 1}, run={"steps": 9})
     (run_dir / "config.toml").write_text(toml_of(begun.to_json(), "Settings."))
-    file.write_text('[optimizer]\nnan_policy = "skip"\n[run]\nsteps = 12\n')
-    going_on = begun.with_values(optimizer={"nan_policy": "skip"}, run={"steps": 12, "run_dir": str(run_dir)})
+    file.write_text("[optimizer]\nweight_decay = 0.5\n[run]\nsteps = 12\n")
+    going_on = begun.with_values(optimizer={"weight_decay": 0.5}, run={"steps": 12, "run_dir": str(run_dir)})
     assert parse_train(["--resume", str(run_dir), "--config", str(file)]) == going_on
-    by_flags = ["--resume", str(run_dir), "--nan-policy", "skip", "--steps", "12"]
+    by_flags = ["--resume", str(run_dir), "--weight-decay", "0.5", "--steps", "12"]
     assert parse_train(by_flags) == going_on
     assert parse_train([*by_flags, "--config", str(file), "--steps", "15"]).run.steps == 15
 

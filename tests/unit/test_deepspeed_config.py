@@ -89,7 +89,7 @@ def test_what_plans_and_settings_say_else_is_named_with_the_reason() -> None:
     }
     assert made(raw).overridden == (
         "train_batch_size 64 -> 4 (plans cut batches)",
-        "gradient_clipping 0.5 -> 1.0 (by --clip-grad)",
+        "gradient_clipping 0.5 -> 1.0 (by [optimizer] clip_grad)",
         "bf16.enabled False -> True (by --dtype)",
         "bf16.check_grad_overflow False -> True (steps that are not finite are refused)",
         "zero_optimization.compute_grad_norm False -> True (steps that are not finite are refused)",

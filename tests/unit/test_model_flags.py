@@ -227,10 +227,10 @@ def test_what_model_cannot_mean_is_refused(folder: Path) -> None:
 
 def test_flags_of_the_optimizer_say_what_their_settings_do() -> None:
     flags = ["--warmup", "0.1", "--betas", "0.9,0.95", "--lr-schedule", "wsd", "--weight-decay", "0"]
-    config = settings([*flags, "--clip-grad", "2", "--dtype", "bf16", "--min-lr", "1e-5"])
+    config = settings([*flags, "--dtype", "bf16", "--min-lr", "1e-5"])
     o = config.optimizer
     assert (o.warmup_fraction, o.betas, o.lr_schedule, o.weight_decay) == (0.1, (0.9, 0.95), "wsd", 0.0)
-    assert (o.clip_grad, o.min_lr, config.model.dtype) == (2.0, 1e-5, "bfloat16")
+    assert (o.min_lr, config.model.dtype) == (1e-5, "bfloat16")
     assert settings(["--warmup", "12"]).optimizer.warmup_steps == 12
     assert TrainConfig.from_json(config.to_json()) == config
     for flags, said in (
