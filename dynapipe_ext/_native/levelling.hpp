@@ -28,16 +28,16 @@ class Levelling : private Moves {
     if (replicas > 1) types.insert(types.end(), {kGive, kExchange});
     begin(std::move(start), seed, std::move(types));
     Value best = value();
-    i64 record = energy(best, replicas);
+    i64 record = energy(best);
     for (i64 step = 0; step < moves; ++step) {
       if (!try_move()) continue;
       for (const auto& saved : groups_before_) makespans_.set(saved.replica, time_of(state_, saved.replica));
       const Value now = value();
-      if (energy(now, replicas) > record + record / 4096 * (moves - step) / moves) {
+      if (energy(now) > record + record / 4096 * (moves - step) / moves) {
         undo();
         continue;
       }
-      record = std::min(record, energy(now, replicas));
+      record = std::min(record, energy(now));
       accept();
       if (now < best) {
         best = now;
@@ -49,8 +49,6 @@ class Levelling : private Moves {
 
  private:
   static constexpr i64 kLargest = 3;
-
-  Value value() const { return {makespans_.of(makespans_.largest()), makespans_.sum()}; }
 
   // About how long a good order of a replica's cuts takes that has the cheapest first and the next one last.
   i64 time_of(const State& state, int d) {

@@ -33,9 +33,10 @@ class Moves {
   ~Moves() = default;
 
   // What moves may raise a little: mostly the largest makespan, and a little the mean, so that other replicas make room.
-  static i64 energy(const Value& value, std::size_t replicas) {
-    return kMostWeight * value.first * static_cast<i64>(replicas) + value.second;
-  }
+  i64 energy(const Value& value) const { return kMostWeight * value.first * static_cast<i64>(state_.groups.size()) + value.second; }
+
+  // What is best: the smallest largest makespan, if not under the floor, then the smallest sum.
+  Value value() const { return {std::max(state_.floor, makespans_.of(makespans_.largest())), makespans_.sum()}; }
 
   virtual bool may_run(const Cut& cut) const { return shape_of(cut) >= 0; }
 

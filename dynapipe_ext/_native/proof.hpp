@@ -100,24 +100,18 @@ class RankProof {
   }
 
   bool compute(const Instruction& row) {
-    const int here = place(row.stage, row.micro_batch);
+    const int stage = row.stage, m = row.micro_batch, here = place(stage, m);
     if (row.letter == kBackwardWeight) return std::exchange(progress_[here], kDone) == kHalf;
-    if (row.letter == kForward) {
-      if (!loaded_[row.micro_batch] || progress_[here] != kNothing) return false;
-      const int before = replica_.before[row.micro_batch];
-      if (before >= 0 && progress_[place(row.stage, before)] == kNothing) return false;
-      if (row.stage > 0 && !take(2 * (here - count_))) return false;
-      progress_[here] = kForwarded;
-      if (row.stage + 1 < stages_) present_[2 * here] = 0;
-      return true;
-    }
-    if (row.letter != kBackward && row.letter != kBackwardInput) return false;
-    if (replica_.forward_only || progress_[here] != kForwarded) return false;
-    const int behind = replica_.behind[row.micro_batch];
-    if (behind >= 0 && progress_[place(row.stage, behind)] < kHalf) return false;
-    if (row.stage + 1 < stages_ && !take(2 * (here + count_) + 1)) return false;
-    progress_[here] = row.letter == kBackward ? kDone : kHalf;
-    if (row.stage > 0) present_[2 * here + 1] = 0;
+    const bool is_forward = row.letter == kForward;
+    if (!is_forward && row.letter != kBackward && row.letter != kBackwardInput) return false;
+    if (is_forward ? !loaded_[m] : replica_.forward_only) return false;
+    if (progress_[here] != (is_forward ? kNothing : kForwarded)) return false;
+    const int neighbour = (is_forward ? replica_.before : replica_.behind)[m];
+    if (neighbour >= 0 && progress_[place(stage, neighbour)] < (is_forward ? kForwarded : kHalf)) return false;
+    const int from = is_forward ? stage - 1 : stage + 1, to = is_forward ? stage + 1 : stage - 1;
+    if (from >= 0 && from < stages_ && !take(2 * place(from, m) + !is_forward)) return false;
+    progress_[here] = is_forward ? kForwarded : row.letter == kBackward ? kDone : kHalf;
+    if (to >= 0 && to < stages_) present_[2 * here + !is_forward] = 0;
     return true;
   }
 

@@ -59,9 +59,7 @@ class Search : private Moves {
   // one that changes a single replica costs that one no more than its own allowance.
   State improve(State start, const Walk& walk) {
     start.floor = floor_of(start);
-    auto best_value = value(start);
     const int replicas = static_cast<int>(start.groups.size());
-    i64 record = energy(best_value, replicas);
     std::vector<int> types;
     for (int type = kSwap; type <= kApart; ++type) {
       if (type == kRecompute && costs_.kinds == 1) continue;
@@ -71,6 +69,8 @@ class Search : private Moves {
       types.insert(types.end(), kMoveShares[type], type);
     }
     begin(std::move(start), walk.seed + static_cast<std::uint64_t>(walk.begun), std::move(types));
+    Value best_value = value();
+    i64 record = energy(best_value);
     tracks_.resize(replicas);
     trials_.resize(replicas);
     for (int d = 0; d < replicas; ++d) run(state_, d, kNever, tracks_[d], nullptr);
@@ -79,7 +79,7 @@ class Search : private Moves {
       const i64 allowed = record + walk.allowance(record, step);
       state_.floor = floor_of(state_);
       for (const auto& saved : groups_before_) makespans_.set(saved.replica, 0);
-      i64 most = std::max(state_.floor, makespans_.of(makespans_.largest())), sum = makespans_.sum();  // of what has run
+      auto [most, sum] = value();  // of what has run
       bool taken = groups_before_.size() == 1 || may_end_within(most, sum, allowed);
       for (const auto& saved : groups_before_) {
         if (!taken) break;
@@ -99,7 +99,7 @@ class Search : private Moves {
       for (const auto& saved : groups_before_) std::swap(tracks_[saved.replica], trials_[saved.replica]);
       accept();
       const Value found{most, sum};
-      record = std::min(record, energy(found, replicas));
+      record = std::min(record, energy(found));
       if (found < best_value) {
         best_value = found;
         keep_as_best();
@@ -109,19 +109,9 @@ class Search : private Moves {
   }
 
  private:
-  // What is best: the smallest largest makespan, if not under the floor, then the smallest sum.
-  static Value value(const State& state) {
-    i64 most = state.floor, sum = 0;
-    for (i64 one : state.makespan) {
-      most = std::max(most, one);
-      sum += one;
-    }
-    return {most, sum};
-  }
-
   // The makespan that one replica more may have under an energy, beside the others' largest and sum.
   i64 room_beside(i64 most, i64 sum, i64 allowed) const {
-    const i64 weight = kMostWeight * static_cast<i64>(state_.makespan.size()), left = allowed - sum;
+    const i64 weight = kMostWeight * static_cast<i64>(state_.groups.size()), left = allowed - sum;
     const i64 below = left - weight * most;
     return below <= most ? below : left / (weight + 1);
   }
@@ -136,7 +126,7 @@ class Search : private Moves {
       sum += saved.least;
     }
     std::stable_sort(groups_before_.begin(), groups_before_.end(), [](const Saved& a, const Saved& b) { return a.least > b.least; });
-    return energy({most, sum}, state_.makespan.size()) <= allowed;
+    return energy({most, sum}) <= allowed;
   }
 
   // What a pass over one replica of a state is given; false where one of its cuts may not be a micro-batch.
