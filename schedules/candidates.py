@@ -21,7 +21,7 @@ from dynapipe_ext.batch.micro_batches import (
 )
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.partitioning.halving import finer_splits
+from dynapipe_ext.partitioning.packing import finer_splits
 from dynapipe_ext.partitioning.pieces import PieceChoice, PieceChoices, piece_sizes
 from dynapipe_ext.partitioning.rules import check_enough
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule

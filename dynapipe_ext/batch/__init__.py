@@ -1,3 +1,3 @@
-"""What a batch is. In: lengths of samples, and ranks. Out: micro-batches, plans of a global batch, topologies.
-Everything to the right reads these values; nothing here decides.
+"""Values that describe a batch. In: lengths of samples, and ranks. Out: micro-batches, batch plans, topologies.
+Everything downstream reads these values; nothing here decides.
 """

@@ -63,10 +63,8 @@ def sample_lengths(lengths: LengthArray | Sequence[int], indices: Iterable[int] 
     """
     table = as_length_array(lengths)
     chosen = range(len(table)) if indices is None else indices
-    if table.shape[1] == _PAIR_COLUMNS:
-        rows = ((int(i), *table[i].tolist()) for i in chosen)
-        return [SampleLength(i, both, decoder, target, first=first) for i, both, decoder, target, first in rows]
-    return [SampleLength(int(i), int(table[i, 0]), int(table[i, 1]), int(table[i, 2])) for i in chosen]
+    rows = ((int(i), *table[i].tolist()) for i in chosen)
+    return [SampleLength(i, encoder, decoder, target, 0, *first) for i, encoder, decoder, target, *first in rows]
 
 
 def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
@@ -238,7 +236,7 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         samples = self.samples
-        if len(samples) == 1 and not samples[0].first and not samples[0].decoder:  # most rows that a planner tries
+        if len(samples) == 1 and not samples[0].first and not samples[0].decoder:  # nearly all rows that are tried
             documents, decoder = [samples[0].encoder], []
         else:
             pairs = any(map(_FIRST, samples))

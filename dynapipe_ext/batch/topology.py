@@ -21,7 +21,7 @@ def placement_of(name: PlacementName, pp: int, stages_per_rank: int | None = Non
     """Return the pipeline rank of every stage under a named placement; `stages_per_rank` defaults to 1 for linear, else
     to 2.
 
-    interleaved: round after round down the ranks (Narayanan et al. 2021, sec. 2.2); v: down and back up in turns, so
+    interleaved: round after round down the ranks (Narayanan et al. 2021, sec. 2.2). v: down and back up in turns, so
     that the first and the last stage share a rank (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
     >>> placement_of("interleaved", 3), placement_of("v", 3)
@@ -245,16 +245,12 @@ class Topology:
         """The number of groups of `width` data parallel ranks; each runs micro-batches of its own."""
         return self.dp // self.width
 
-    def replica_of(self, dp_rank: int) -> int:
-        """Return the replica of a data parallel rank."""
-        return dp_rank // self.width
-
     def slice_of(self, dp_rank: int) -> int:
         """Return which of the `width` slices of every row a data parallel rank has.
 
-        >>> joined = Topology(dp=8, width=4)
-        >>> joined.num_replicas, joined.replica_of(6), joined.slice_of(6)
-        (2, 1, 2)
+        >>> topology = Topology(dp=8, width=4)
+        >>> topology.num_replicas, topology.slice_of(6)
+        (2, 2)
         """
         return dp_rank % self.width
 
@@ -281,7 +277,7 @@ class Topology:
 
     @property
     def placement_name(self) -> str:
-        """The name of the placement for `placement_of`, with the stages of layers per rank; "custom" for others.
+        """The name of the placement for `placement_of`, with the stages of layers per rank; "custom" if there is none.
 
         >>> Topology(pp=2, placement=(0, 1, 1, 0)).placement_name
         'v, 2 stages a rank'

@@ -45,7 +45,7 @@ def gathered_vocabulary(topology: Topology) -> Topology:
 
 
 def refuse_spread(topology: Topology, who: str) -> None:
-    """Raise ConfigError for a vocabulary over pipeline ranks."""
+    """Raise ConfigError for a vocabulary that is split over pipeline ranks."""
     if topology.vocabulary != "whole":
         raise ConfigError(
             f"vocabulary {topology.vocabulary!r} is split over pipeline ranks, which {who} does not support: use"

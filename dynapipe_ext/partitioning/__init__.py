@@ -1,3 +1,3 @@
-"""How a global batch is cut. In: sample lengths and what runs of them cost. Out: micro-batches, dealt to replicas.
+"""Partitions of a global batch. In: sample lengths and costs of ranges of them. Out: micro-batches on replicas.
 `schedules/search/proposals.py` calls it for the starts of a search; nothing here knows of schedules.
 """

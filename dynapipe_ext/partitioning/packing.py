@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 
@@ -22,6 +22,8 @@ GRADES = (0.8, 0.85)  # sizes of graded rows over the next larger ones: which is
 _WORSE = 1.02  # numbers of rows are tried until their lower estimate is this much above the best upper one
 _FULL = 0.97  # of a graded row's positions are filled, so that documents find their places
 _SMALLEST = 0.1  # of a full row
+_HALVED = (2, 4)  # rows per replica
+_MANY, _ENDS = 16, 6  # rows of documents next to pieces: from this many on they are joined, except this many
 _MOST_DOCUMENTS = 1 << 18  # in the rows that say what documents cost: more take seconds and say the same
 
 
@@ -32,7 +34,7 @@ def micro_batch_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """How samples become a packed row: its maximum of positions, and the settings of the micro-batch."""
+    """Settings of packed rows: their maximum of positions, and those of the micro-batch."""
 
     max_tokens: int
     pad_multiple: int = 1
@@ -136,8 +138,8 @@ class RowPackings:
     ) -> list[tuple[MicroBatch, ...]]:
         """Return packings of about `tries` numbers of rows, up to one row per sample, that may take least time.
 
-        An estimate is dp times sum(t) / dp + (pp - 1) x the least or the largest t, t being a row's bottleneck time: a
-        pipeline is filled and drained by short rows if it has enough of them, by its longest if all are alike. Of split
+        An estimate is dp times sum(t) / dp + (pp - 1) x the least or the largest t, t being a row's bottleneck time.
+        Short rows fill and drain a pipeline if it has enough of them, its longest row if all are alike. Of split
         backwards, W fills the waits: the sum may be all. Numbers that grow by half (twofold, for one try) are tried as
         long as that may pay, then about `tries` between the neighbours of the best.
 
@@ -254,8 +256,10 @@ def document_costs(samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate
 
 
 def graded_sizes(whole: int, full: int, step: float, dp: int) -> list[int]:
-    """Return sizes of rows that hold `whole` together, the largest first: those of `full` size, a multiple of dp, and
-    of each smaller size, `step` times the next, two per replica, for the first and the last micro-batches.
+    """Return sizes of rows that hold `whole` together, the largest first.
+
+    A multiple of dp have the `full` size. Of each smaller size, `step` times the next, each replica has two, for its
+    first and last micro-batches.
 
     A pipeline fills and drains without waiting for long if micro-batches grow and shrink by little.
 
@@ -282,8 +286,8 @@ def pack(
 ) -> list[Row] | None:
     """Return `num_rows` rows of balanced weight, none above `room` positions per side and none empty; None if it fails.
 
-    In `order`, the most expensive first, documents go into the least loaded row with room. If one finds none, they go
-    longest first into the fullest row that takes them (best fit), which packs tighter.
+    In `order`, the most expensive first, documents go into the least loaded row that holds them. If one finds none,
+    they go longest first into the fullest row that holds them (best fit), which packs tighter.
     """
     if num_rows > len(samples):
         return None
@@ -358,3 +362,56 @@ def best_fit(samples: Sequence[SampleLength], room: int, num_rows: int = 1) -> l
         encoder, decoder = encoder - sample.encoder, decoder - sample.decoder
         insort(fullest, (encoder + decoder, row, encoder, decoder))
     return rows
+
+
+def finer_splits(
+    replicas: Sequence[Sequence[MicroBatch]], *, equal_counts: bool, max_tokens: int
+) -> Iterator[list[list[MicroBatch]]]:
+    """Yield the replicas with many rows two in one, then with some of the shortest rows of each in two; under
+    `equal_counts` only if all have equally many."""
+    joined = [join_rows(rows, max_tokens) for rows in replicas]
+    splits = [joined] if any(len(few) < len(rows) for few, rows in zip(joined, replicas, strict=True)) else []
+    for split in (*splits, *([halve_rows(rows, count) for rows in replicas] for count in _HALVED)):
+        if not equal_counts or len({*map(len, split)}) == 1:
+            yield split
+
+
+def halve_rows(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
+    """Cut the `count` shortest rows of several whole documents in two each, or fewer if there are fewer.
+
+    A row's documents go, the longest first, to the half of fewer positions. Rows with a piece of a long sample stay.
+
+    >>> row = MicroBatch(tuple(SampleLength(i, n) for i, n in enumerate((5, 3, 1))), "packed")
+    >>> [m.documents for m in halve_rows([row], 1)]
+    [(5,), (3, 1)]
+    """
+    several = [i for i, m in enumerate(micro_batches) if len(m.samples) > 1 and m.attention != "carried"]
+    chosen = set(sorted(several, key=lambda i: (micro_batches[i].encoder_len, i))[:count])
+    rows: list[MicroBatch] = []
+    for i, row in enumerate(micro_batches):
+        lengths = [s.encoder for s in row.samples]
+        order = sorted(range(len(lengths)), key=lambda j: (-lengths[j], row.samples[j].index))
+        halves = fill_lightest(row.samples, lengths, order, [(0, 0, 0)] * 2, sum(lengths)) if i in chosen else None
+        rows += [replace(row, samples=tuple(half)) for half in halves] if halves else [row]
+    return rows
+
+
+def join_rows(micro_batches: Sequence[MicroBatch], max_tokens: int) -> list[MicroBatch]:
+    """Join rows of whole documents two in one each, except some of the shortest, which fill and drain: the cost of a
+    row in addition to its tokens is then paid less often.
+
+    All stay if they are few, or if no sample is in pieces. No row becomes longer than the longest with a piece, or than
+    `max_tokens` (0: no limit).
+    """
+    pieces = [m for m in micro_batches if m.attention == "carried"]
+    short = sorted((m for m in micro_batches if m.attention != "carried"), key=attrgetter("encoder_len"))
+    if not pieces or len(short) < _MANY:
+        return list(micro_batches)
+    longest = max(m.encoder_len for m in pieces)
+    joined, rest = short[:_ENDS], short[_ENDS:]
+    while len(rest) > 1:
+        first, last = rest.pop(0), rest.pop()
+        both = replace(last, samples=(*last.samples, *first.samples))
+        fits = both.encoder_len <= min(longest, max_tokens or longest) and first.recompute == last.recompute
+        joined += [both] if fits else [first, last]
+    return [*joined, *rest, *pieces]

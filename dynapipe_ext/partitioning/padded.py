@@ -119,9 +119,9 @@ class PricedCuts:
             merged = [cost(a, c) for a, c in zip([0, *ends], ends[1:], strict=False)]
             if min(merged, default=INFEASIBLE) >= INFEASIBLE:
                 raise PlanError(
-                    f"{len(self.order)} samples make {len(ends)} micro-batches, which do not divide over {dp} replicas"
-                    f" of equal counts, and no two of them fit into one (max_bytes {self.caps.max_bytes}, max_tokens"
-                    f" {self.caps.max_tokens}): enlarge the global batch, raise the caps or let counts differ"
+                    f"{len(self.order)} samples make {len(ends)} micro-batches, not equally many on {dp} replicas, and"
+                    f" no two of them fit into one (max_bytes {self.caps.max_bytes}, max_tokens"
+                    f" {self.caps.max_tokens}): raise the limits or let counts differ"
                 )
             del ends[merged.index(min(merged))]
         return ends
@@ -145,8 +145,8 @@ def best_partition(costs: IntArray, weight: int, thinning_ns: int) -> list[int]:
     """Return the ends of the contiguous ranges that minimise sum + `weight` x max of their costs.
 
     `costs[j, r - 1]` is the cost of the range of r items that ends at item j; each single item must be feasible. As in
-    DynaPipe (arXiv 2311.10418, sec. 4), the least sum is found under each of several bounds on the ranges: from the
-    smallest feasible one on, `thinning_ns` apart, up to what the least sum of all leaves for the maximum.
+    DynaPipe (arXiv 2311.10418, sec. 4), the least sum is found under each of several bounds on the ranges. They are
+    `thinning_ns` apart, from the smallest feasible one up to what the least sum of all leaves for the maximum.
     """
     costs = np.ascontiguousarray(costs, np.int64)
     feasible = costs < INFEASIBLE
@@ -341,8 +341,8 @@ def ordered(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLen
     """Return the samples in the order in which they are cut.
 
     sorted: by encoder length (of a pair, its longer document's), then decoder length. classes, for encoder-decoder
-    models: by class of decoder length (each up to three times as long as the one before), and within a class by encoder
-    length, up and down in turns, so that neighbours resemble each other on both sides.
+    models: by class of decoder length, each up to three times as long as the one before. Within a class they are sorted
+    by encoder length, up and down in turns, so that neighbours resemble each other on both sides.
 
     >>> lengths = [(9, 1), (2, 1), (5, 2), (7, 3), (3, 4)]
     >>> [(s.encoder, s.decoder) for s in ordered([SampleLength(0, e, d) for e, d in lengths], "classes")]

@@ -59,7 +59,7 @@ def pad_to_batch_max(
     """Pad every row to the longest sample of the global batch; equal row counts, in order, dealt to the replicas.
 
     Give `rows_per_micro_batch`, which is lowered if the batch would not reach all replicas; or `max_tokens` for as many
-    rows as fit: unless counts are equal, the micro-batches are then a function of the samples only, whatever `dp` is.
+    rows as fit. Unless counts are equal, the micro-batches are then a function of the samples only, whatever `dp` is.
     With fewer micro-batches than replicas the last replicas are empty. Under `equal_counts` row counts differ by one if
     the batch does not divide. Decoder-only.
 
@@ -96,8 +96,8 @@ def _even_bounds(items: str, num_items: int, size: int, multiple: int) -> list[i
     count = round_up(-(-num_items // size), multiple)
     if count > num_items:
         raise PlanError(
-            f"{num_items} {items} cannot fill {count} micro-batches of at most {size}, the next multiple of {multiple}"
-            " replicas of equal counts: allow more in each, enlarge the global batch or let counts differ"
+            f"{num_items} {items} cannot fill {count} micro-batches of at most {size}, equally many on {multiple}"
+            " replicas: allow more in each, enlarge the global batch or let counts differ"
         )
     return [num_items * part // count for part in range(count + 1)]
 
@@ -151,9 +151,9 @@ def packed_documents(
 ) -> Replicas:
     """Pack documents, which attend within themselves, into rows by best fit, and balance the rows over the replicas.
 
-    Documents go longest first into the fullest row with room (best-fit decreasing). If that leaves fewer rows than
-    replicas (or, under `equal_counts`, a number that does not divide), the documents are spread over the next number
-    that does, or else packed into the one before. With fewer samples than replicas, each has a row and the last
+    Documents go longest first into the fullest row that holds them (best-fit decreasing). If that leaves fewer rows
+    than replicas (or, under `equal_counts`, a number that does not divide), the documents are spread over the next
+    number that does, or else packed into the one before. With fewer samples than replicas, each has a row and the last
     replicas are empty. A replica's rows come in the order in which they were opened.
 
     Raises PlanError, naming the sample, if one is longer than a row; and if no such number of rows holds the batch.
@@ -179,8 +179,10 @@ def packed_documents(
 
 
 def list_row_lengths(longest: int, tokens: int, *, num_rows: int, pad_multiple: int = 1) -> list[int]:
-    """List the row lengths among which packing is at its best: from the longest sample's to twice that, at which any
-    two samples share a row, and on while `tokens` still fill `num_rows` rows, one for each rank of each replica.
+    """List the row lengths among which packing is at its best.
+
+    They begin at the longest sample's and go to twice that, at which any two samples share a row, and further while
+    `tokens` still fill `num_rows` rows, one for each rank of each replica.
 
     >>> list_row_lengths(2048, 65_536, num_rows=8)
     [2048, 2560, 3072, 4096, 6144, 8192]
@@ -223,7 +225,7 @@ def dynapipe_rule(
     """Split as DynaPipe does (arXiv 2311.10418, sec. 4): sorted samples, contiguous cuts, balanced replicas.
 
     The cuts minimise (pp - 1) max(t) + sum(t) / dp for bounds on t thinned to one in `thinning_ns`. DynaPipe uses one
-    recomputation mode per plan: the first of none, selective, full (of `kinds`) that has a feasible split. Replicas are
+    recomputation mode per plan: the first of `LAYER_RECOMPUTES` (of `kinds`) that has a feasible split. Replicas are
     balanced by t with the largest differencing method (Karmarkar and Karp 1982). To charge the LM head to every stage
     as DynaPipe does, give costs whose table has lm_head "every".
     Three changes are in DynaPipe's favour. Of the bounds in an interval the largest stays, so that small models remain

@@ -99,7 +99,7 @@ def in_job(case: PairCase, env: Any) -> Iterator[tuple[list[Any], PipelineExecut
     plans = lower(pair_step_plan(case), pair_format(case, one.architecture))
     for replica in plans:
         verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
-    plan = plans[topology.replica_of(me.dp_rank)][me.pp_rank]
+    plan = plans[me.dp_rank // topology.width][me.pp_rank]
     batches = [pair_tensors(m, case.loss_norm) for m in plan.micro_batches]
     joined = join_ranks(topology, env.rank, [topology.width], CPU, timeout_s=LIMIT_S)
     joined = {width: ranks.taking_turns(transport.in_turn) for width, ranks in joined.items()}

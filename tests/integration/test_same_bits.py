@@ -142,7 +142,7 @@ def train(run: Run, root: Path, env: RankEnv) -> Trained:
             first, width = plans[0][0], topology.width
             events = with_collectives(programs, ReplicaCollectives(), width=width)
             verify_step(events, first.stage_ranks, first.num_micro_batches, width=width)
-            plan, samples = plans[topology.replica_of(me.dp_rank)][me.pp_rank], samples_of(step)
+            plan, samples = plans[me.dp_rank // topology.width][me.pp_rank], samples_of(step)
             batches = [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]
             losses.append(executor.execute(plan, batches))
             norms.append(optimizer.step(ExecutedStep(plan, losses[-1], stage.losses())))

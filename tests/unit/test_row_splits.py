@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.partitioning.halving import finer_splits, joined_rows
+from dynapipe_ext.partitioning.packing import finer_splits, join_rows
 
 LENGTHS = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5), max_size=40)
 
@@ -31,7 +31,7 @@ def test_rows_two_in_one_hold_the_same_samples_within_the_longest_piece(
     lengths: list[list[int]], pieces: list[int], max_tokens: int
 ) -> None:
     rows = rows_of(lengths, pieces)
-    joined = joined_rows(rows, max_tokens)
+    joined = join_rows(rows, max_tokens)
     assert samples_of(joined) == samples_of(rows)
     assert [m for m in joined if m.attention == "carried"] == [m for m in rows if m.attention == "carried"]
     before = max((m.encoder_len for m in rows if m.attention != "carried"), default=0)
