@@ -12,7 +12,7 @@ from dynapipe_ext.schedules.evaluation.bounds import bound_replica
 from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_peak_bytes, simulate
 from dynapipe_ext.schedules.notation import draw, format_lines, parse_lines
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic, cyclic
-from dynapipe_ext.schedules.published.full_backward import gpipe, one_f_one_b
+from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.search.optimizer import optimize
 
 
@@ -35,33 +35,6 @@ def proportional(num_stages: int, sizes: list[int]) -> MicroBatchCosts:
 def picture(schedule: PipelineSchedule, costs: MicroBatchCosts, columns: int = 3) -> str:
     """One unit of time is three columns."""
     return "\n" + draw(schedule, simulate(schedule, costs), width=columns * compute_makespan_ns(schedule, costs))
-
-
-def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
-    assert format_lines(gpipe(4, 4)) == dedent("""\
-        0: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
-        1: 1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3
-        2: 2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3
-        3: 3F0 3F1 3F2 3F3 3B0 3B1 3B2 3B3
-        """)
-
-
-def test_1f1b_warms_up_alternates_and_cools_down() -> None:
-    assert format_lines(one_f_one_b(4, 8)) == dedent("""\
-        0: 0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7
-        1: 1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1F6 1B4 1F7 1B5 1B6 1B7
-        2: 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2F6 2B5 2F7 2B6 2B7
-        3: 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5 3F6 3B6 3F7 3B7
-        """)
-
-
-def test_1f1b_with_fewer_micro_batches_than_stages_is_gpipe_where_the_pipeline_is_not_full() -> None:
-    assert format_lines(one_f_one_b(4, 2)) == dedent("""\
-        0: 0F0 0F1 0B0 0B1
-        1: 1F0 1F1 1B0 1B1
-        2: 2F0 2F1 2B0 2B1
-        3: 3F0 3B0 3F1 3B1
-        """)
 
 
 def test_1f1b_in_time_looks_like_the_textbook() -> None:

@@ -183,13 +183,6 @@ def test_ranks_that_share_cores_are_never_faster_and_waste_nothing(
         assert shared.makespan_s * 1e9 <= work_ns + len(shared.spans) + 1  # each end is rounded up by less than 1 ns
 
 
-@given(random_costs(), st.integers(0, 2**32))
-def test_sharing_with_a_core_per_rank_is_the_plain_simulation(costs: MicroBatchCosts, seed: int) -> None:
-    schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=True)
-    (shared,) = shared_traces([(schedule, costs)], SharedCores(len(schedule.ranks)))
-    assert shared == simulate(schedule, costs)
-
-
 @given(random_costs(), st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 3))
 def test_replicas_that_share_cores_take_their_work_over_the_cores_and_their_tp_ranks_count(
     costs: MicroBatchCosts, seed: int, cores: int, tp: int
@@ -237,26 +230,6 @@ def test_no_schedule_beats_the_lower_bound_of_its_placement(costs: MicroBatchCos
         assert bound_replica(schedule, costs, split=allowed).best_ns <= makespan
         assert bound_replica(schedule.stage_ranks, costs, split=allowed, memory_limit_bytes=limit).best_ns <= makespan
     assert bound_replica(schedule, costs, split=True).best_ns <= bound_replica(schedule, costs, split=False).best_ns
-
-
-@given(random_costs(), st.booleans())
-def test_the_bound_includes_each_ranks_work_and_each_micro_batchs_chain(costs: MicroBatchCosts, split: bool) -> None:
-    """The heads-and-tails and chain bounds in closed form, for a linear placement."""
-    num, stages = costs.num_micro_batches, costs.num_stages
-    if not num:
-        return
-    back = costs.input_ns if split else costs.backward_ns
-    head, tail, simple = np.zeros(num, np.int64), np.zeros(num, np.int64), 0
-    chain = costs.forward_ns.sum(0) + back.sum(0) + 2 * costs.transfer_ns.sum(0)
-    for s in range(stages):
-        work = int((costs.forward_ns[s] + costs.backward_ns[s]).sum())
-        after = np.zeros(num, np.int64) if split else tail
-        weight = costs.weight_ns[s] if split else 0
-        simple = max(simple, int(head.min()) + work + int(after.min()), int((chain - tail + weight).max()))
-        if s + 1 < stages:
-            head = head + costs.forward_ns[s] + costs.transfer_ns[s]
-            tail = tail + back[s] + costs.transfer_ns[s]
-    assert bound_replica(range(stages), costs, split=split).best_ns >= simple
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=6))

@@ -51,12 +51,6 @@ def test_every_schedule_comes_back_with_its_placement(schedule: PipelineSchedule
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_schedules_come_back(name: str) -> None:
-    schedule = published(name, 4, 6)
-    assert from_csv(to_csv(schedule), name) == schedule
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
 def test_torch_loads_and_validates_the_published_schedules(name: str, tmp_path: Path) -> None:
     """Torch's loader reads the rows, its validator counts the actions and finds the placement, and it can place every
     send and receive so that its own simulation of the ranks ends."""
