@@ -27,21 +27,14 @@ class Levelling : private Moves {
     std::vector<int> types{kShift, kShift, kShift, kShift, kDivide, kDivide};
     if (replicas > 1) types.insert(types.end(), {kGive, kExchange});
     begin(std::move(start), seed, std::move(types));
-    Value best = value();
-    i64 record = energy(best);
     for (i64 step = 0; step < moves; ++step) {
       if (!try_move()) continue;
       for (const auto& saved : groups_before_) makespans_.set(saved.replica, time_of(state_, saved.replica));
       const Value now = value();
-      if (energy(now) > record + record / 4096 * (moves - step) / moves) {
+      if (energy(now) <= record_ + record_ / 4096 * (moves - step) / moves) {
+        accept(now);
+      } else {
         undo();
-        continue;
-      }
-      record = std::min(record, energy(now));
-      accept();
-      if (now < best) {
-        best = now;
-        keep_as_best();
       }
     }
     return best_;

@@ -55,6 +55,8 @@ class Moves {
     best_ = start;
     state_ = std::move(start);
     makespans_ = Makespans(state_.makespan);
+    best_value_ = value();
+    record_ = energy(best_value_);
     begins_at_.assign(costs_.items + 1, -1);
     ends_at_.assign(costs_.items + 1, -1);
     for (int m = 0; m < static_cast<int>(state_.cuts.size()); ++m) place(m);
@@ -75,7 +77,8 @@ class Moves {
     return true;
   }
 
-  void accept() {
+  // Keeps the move, after which the state has this value.
+  void accept(const Value& now) {
     for (const auto& saved : groups_before_) {
       own(saved.replica);
       replicas_since_.push_back(saved.replica);
@@ -84,6 +87,11 @@ class Moves {
       num_gone_ += (state_.cuts[saved.first].first < 0) - (saved.second.first < 0);
       place(saved.first);
       cuts_since_.push_back(saved.first);
+    }
+    record_ = std::min(record_, energy(now));
+    if (now < best_value_) {
+      best_value_ = now;
+      keep_as_best();
     }
   }
 
@@ -97,6 +105,19 @@ class Moves {
     state_.floor = floor_before_;
   }
 
+  struct Saved {
+    int replica;
+    i64 makespan;
+    std::vector<int> group;
+    i64 least;  // of its changed group, if a search asks for it
+  };
+  const Costs costs_;
+  State state_, best_;  // makespans of `state_` are those of the start
+  Makespans makespans_{{}};
+  std::vector<Saved> groups_before_;  // of the replicas that the last move changed
+  i64 record_ = 0;  // the least energy so far
+
+ private:
   // Copies what has changed since to the best state.
   void keep_as_best() {
     for (int d : replicas_since_) {
@@ -111,18 +132,6 @@ class Moves {
     cuts_since_.clear();
   }
 
-  struct Saved {
-    int replica;
-    i64 makespan;
-    std::vector<int> group;
-    i64 least;  // of its changed group, if a search asks for it
-  };
-  const Costs costs_;
-  State state_, best_;  // makespans of `state_` are those of the start
-  Makespans makespans_{{}};
-  std::vector<Saved> groups_before_;  // of the replicas that the last move changed
-
- private:
   // Changes something at random, mostly of the slowest replica; false if nothing changed or nothing can run.
   bool move() {
     const int replicas = static_cast<int>(state_.groups.size());
@@ -275,6 +284,7 @@ class Moves {
   std::pair<int, int> rule_before_{-1, 0};
   i64 floor_before_ = 0;
   std::vector<int> replicas_since_, cuts_since_;  // what has changed since the best
+  Value best_value_;
   int num_gone_ = 0;                              // of the cuts
 };
 

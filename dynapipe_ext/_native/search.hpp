@@ -69,14 +69,12 @@ class Search : private Moves {
       types.insert(types.end(), kMoveShares[type], type);
     }
     begin(std::move(start), walk.seed + static_cast<std::uint64_t>(walk.begun), std::move(types));
-    Value best_value = value();
-    i64 record = energy(best_value);
     tracks_.resize(replicas);
     trials_.resize(replicas);
     for (int d = 0; d < replicas; ++d) run(state_, d, kNever, tracks_[d], nullptr);
     for (i64 step = walk.begun; step < walk.begun + walk.moves; ++step) {
       if (!try_move()) continue;
-      const i64 allowed = record + walk.allowance(record, step);
+      const i64 allowed = record_ + walk.allowance(record_, step);
       state_.floor = floor_of(state_);
       for (const auto& saved : groups_before_) makespans_.set(saved.replica, 0);
       auto [most, sum] = value();  // of what has run
@@ -97,13 +95,7 @@ class Search : private Moves {
         continue;
       }
       for (const auto& saved : groups_before_) std::swap(tracks_[saved.replica], trials_[saved.replica]);
-      accept();
-      const Value found{most, sum};
-      record = std::min(record, energy(found));
-      if (found < best_value) {
-        best_value = found;
-        keep_as_best();
-      }
+      accept({most, sum});
     }
     return best_;
   }
