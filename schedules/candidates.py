@@ -22,7 +22,7 @@ from dynapipe_ext.batch.micro_batches import (
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.packing import finer_splits
-from dynapipe_ext.partitioning.pieces import PieceChoice, PieceChoices, piece_sizes
+from dynapipe_ext.partitioning.pieces import PieceChoice, pick_promising, piece_sizes
 from dynapipe_ext.partitioning.rules import check_enough
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.bounds import find_batch_floor
@@ -106,8 +106,9 @@ def list_candidates(
                 raise
             continue
         plan = partial(_plan_in_finer_pieces if is_finer else _plan_in_pieces, problem, samples, step, choices)
-        expected_ns = choices.hoped_ns if is_finer else choices.makespan_ns
-        candidates.append(PlanCandidate(cp_degree, True, expected_ns, choices.hoped_ns, plan))
+        hoped_ns = min(choice.hoped_ns for choice in choices)
+        expected_ns = hoped_ns if is_finer else min(choice.makespan_ns for choice in choices)
+        candidates.append(PlanCandidate(cp_degree, True, expected_ns, hoped_ns, plan))
     if rules.pieces == "auto" or not candidates:
         candidates.append(PlanCandidate(cp_degree, False, *_expect_whole(problem, samples), plan_whole))
     return candidates
@@ -163,7 +164,9 @@ def _plan_whole_under(problem: StepProblem, samples: list[SampleLength], step: i
     return _reorder_in_rounds(problem, search_step(problem, proposals, step))
 
 
-def _plan_in_pieces(problem: StepProblem, samples: list[SampleLength], step: int, choices: PieceChoices) -> StepPlan:
+def _plan_in_pieces(
+    problem: StepProblem, samples: list[SampleLength], step: int, choices: Sequence[PieceChoice]
+) -> StepPlan:
     """Return the best plan with long samples in pieces. All pieces of a sample are held at once. So if memory forces
     some micro-batch to be recomputed, a second search may also recompute full stages, and tries the smallest pieces as
     well."""
@@ -172,8 +175,8 @@ def _plan_in_pieces(problem: StepProblem, samples: list[SampleLength], step: int
         return search_step(problem, problem.fixed(problem.pieces(samples, step, choices)), step)
 
     more = replace(problem, kinds=_every_kind(problem))
-    of_least_memory = partial(plan_under, more, list(dict.fromkeys([*choices.promising, *choices.smallest])))
-    return _plan_with_more(problem, partial(plan_under, problem, choices.promising), of_least_memory)
+    of_least_memory = partial(plan_under, more, pick_promising(choices, with_smallest=True))
+    return _plan_with_more(problem, partial(plan_under, problem, pick_promising(choices)), of_least_memory)
 
 
 def _plan_with_more(problem: StepProblem, first: Callable[[], StepPlan], more: Callable[[], StepPlan]) -> StepPlan:
@@ -193,12 +196,11 @@ def _plan_with_more(problem: StepProblem, first: Callable[[], StepPlan], more: C
 
 
 def _plan_in_finer_pieces(
-    problem: StepProblem, samples: list[SampleLength], step: int, choices: PieceChoices
+    problem: StepProblem, samples: list[SampleLength], step: int, choices: Sequence[PieceChoice]
 ) -> StepPlan:
     """Return the best plan of the most promising cut into pieces, with some short rows of documents in two each, or two
     in one, if it then ends earlier."""
-    choice = min(choices.choices, key=attrgetter("hoped_ns"))
-    best = _plan_in_pieces(problem, samples, step, PieceChoices((choice,)))
+    best = _plan_in_pieces(problem, samples, step, [min(choices, key=attrgetter("hoped_ns"))])
     rules = problem.rules
     near = replace(problem, kinds=_every_kind(problem), rules=replace(rules, effort=rules.effort // REFIT_SHARE))
     for _ in range(_FINER_ROUNDS):

@@ -122,31 +122,12 @@ class PieceChoice:
         return rows_with_pieces(samples, self.even, evaluate, rule)
 
 
-@dataclass(frozen=True, slots=True)
-class PieceChoices:
-    """Ways to cut the long samples of a batch; at least one."""
-
-    choices: tuple[PieceChoice, ...]
-
-    @property
-    def makespan_ns(self) -> float:
-        return min(choice.makespan_ns for choice in self.choices)
-
-    @property
-    def hoped_ns(self) -> float:
-        return min(choice.hoped_ns for choice in self.choices)
-
-    @property
-    def promising(self) -> list[PieceChoice]:
-        """The choice that is expected to be fastest, and the one that a good search may make fastest: mostly equal."""
-        best = (min(self.choices, key=attrgetter(by)) for by in ("makespan_ns", "hoped_ns"))
-        return list(dict.fromkeys(best))
-
-    @property
-    def smallest(self) -> list[PieceChoice]:
-        """The choices that cut into the smallest pieces, one of which needs the fewest bytes."""
-        tokens = min(choice.tokens for choice in self.choices)
-        return [choice for choice in self.choices if choice.tokens == tokens]
+def pick_promising(choices: Sequence[PieceChoice], *, with_smallest: bool = False) -> list[PieceChoice]:
+    """Return the choice that is expected to be fastest, and the one that a good search may make fastest: mostly equal;
+    also those that cut into the smallest pieces, one of which needs the fewest bytes, if they are asked for."""
+    best = [min(choices, key=attrgetter(by)) for by in ("makespan_ns", "hoped_ns")]
+    tokens = min(choice.tokens for choice in choices)
+    return list(dict.fromkeys([*best, *(one for one in choices if with_smallest and one.tokens == tokens)]))
 
 
 def piece_choices(
@@ -157,7 +138,7 @@ def piece_choices(
     dp: int,
     depth: int,
     recompute: Recompute = "none",
-) -> PieceChoices:
+) -> list[PieceChoice]:
     """List the ways to cut long samples into pieces of about these sizes whose longest piece `evaluate` can price.
 
     Raises PlanError if `evaluate` can price none, and for samples with a decoder side.
@@ -182,7 +163,7 @@ def piece_choices(
     for (tokens, time), first_ns in zip(row_times.items(), _prices(evaluate, firsts), strict=True):
         ways = [RowTime()] if first_ns is None else [RowTime(), time]
         choices += [PieceChoice.of(samples, time, tokens, even, dp=dp, depth=depth) for even in ways]
-    return PieceChoices(tuple(choices))
+    return choices
 
 
 def _prices(evaluate: MicroBatchEvaluate, rows: Sequence[MicroBatch]) -> list[int | None]:

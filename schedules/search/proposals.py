@@ -33,7 +33,7 @@ from dynapipe_ext.partitioning.padded import (
     ordered,
     price_cuts,
 )
-from dynapipe_ext.partitioning.pieces import PieceChoice, PieceChoices, piece_choices
+from dynapipe_ext.partitioning.pieces import PieceChoice, piece_choices
 from dynapipe_ext.partitioning.rules import (
     dynapipe_rule,
     fixed_rows,
@@ -189,7 +189,7 @@ class StepProblem:
             return [self._with_replicas(parts, samples, step, price) for parts in _distinct(packings)]
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
-    def piece_choices(self, samples: list[SampleLength], sizes: Sequence[int]) -> PieceChoices:
+    def piece_choices(self, samples: list[SampleLength], sizes: Sequence[int]) -> list[PieceChoice]:
         """Ways to cut long samples into pieces of about so many tokens."""
         price = micro_batch_evaluate(self.costs)
         return piece_choices(

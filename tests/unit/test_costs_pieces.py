@@ -208,7 +208,7 @@ def test_samples_longer_than_any_measured_row_are_planned_in_pieces_and_checked(
     assert not check(read, costs, memory_limit_bytes=2 * 10**9, lengths=lengths).faults
     with pytest.raises(PlanError, match="1 x 8192"):
         replace(made, pieces=8192).plan(LONG)
-    choices = piece_choices(LONG, micro_batch_evaluate(costs), [512, 4096, 8192], dp=2, depth=2).choices
+    choices = piece_choices(LONG, micro_batch_evaluate(costs), [512, 4096, 8192], dp=2, depth=2)
     assert [(choice.tokens, choice.cut_by) for choice in choices] == [(512, "length"), (512, "time"), (4096, "length")]
     grids = {at: grid for at, grid in costs.grids.items() if "full" in at}
     full = replace(costs, grids=grids, pieces=replace(PIECES, by_recompute={"full": SURCHARGE}))

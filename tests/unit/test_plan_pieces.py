@@ -137,7 +137,7 @@ def test_what_a_cut_is_expected_to_take_is_what_its_rows_take() -> None:
     costs = AnalyticCosts(preset("llama-2-7b"), Topology(tp=8, pp=4), layer_overhead_ns=60_000)
     price = micro_batch_evaluate(costs)
     for tokens in (2048, 4096, 8192):
-        choices = piece_choices(samples, price, [tokens], dp=1, depth=4).choices
+        choices = piece_choices(samples, price, [tokens], dp=1, depth=4)
         assert [choice.even == RowTime() for choice in choices] == [True, False]  # of equal length, of equal time
         for cut in choices:
             times, _ = price(cut.rows(samples, price, RowRule(max_tokens=tokens, pad_multiple=8)))
