@@ -10,7 +10,6 @@
 #include <tuple>
 
 #include "arguments.hpp"
-#include "balance.hpp"
 #include "judge.hpp"
 #include "levelling.hpp"
 #include "program_calls.hpp"
@@ -202,12 +201,6 @@ Groups regrouped(const Groups& groups, const std::vector<i64>& encoder, const st
   return Regrouping(groups, encoder, decoder, law, most_tokens).after(moves, seed);
 }
 
-Groups balanced(const Groups& groups, const std::vector<i64>& costs, i64 floor, i64 rounds, bool equal_counts) {
-  require(!groups.empty(), "there are no groups to balance");
-  require_items(groups, costs.size());
-  return Balance(groups, costs, equal_counts).refined(floor, rounds);
-}
-
 i64 preemptive_ns(const Table<i64, 1>& heads, const Table<i64, 1>& durations, const Table<i64, 1>& tails) {
   require_shape({heads.size()}, durations, tails);
   return bound_machine_ns(heads.data(), durations.data(), tails.data(), heads.size());
@@ -224,7 +217,6 @@ NB_MODULE(_core, module) {
   module.def("interpolate", &interpolate);
   module.def("levelled", &levelled, unlocked);
   module.def("regrouped", &regrouped, unlocked);
-  module.def("balanced", &balanced, unlocked);
   module.def("cheapest_cuts", &cheapest_cuts, unlocked);
   module.def("least_bound", &least_bound, unlocked);
   module.def("preemptive_ns", &preemptive_ns, unlocked);

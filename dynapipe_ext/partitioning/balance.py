@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
 
-from dynapipe_ext.core import native
 from dynapipe_ext.errors import PlanError
 
 _ROUNDS_PER_ITEM = 4
-_CLOSE_ENOUGH = 10_000  # refinement ends once the largest load is within one part in so many of the mean
+_NONE = -1  # no item
 _BOTH_WAYS = 128  # items up to which the largest differencing method is tried as a second start
 
 
@@ -20,8 +19,8 @@ def assign_replicas(
     """Indices of the micro-batches of each replica, in the given order within each.
 
     Longest processing time first (Graham 1969: at most 4/3 - 1/(3m) of the optimum; the largest differencing method of
-    Karmarkar and Karp 1982 where that is better), then exchanges of up to two items between the most loaded replica and
-    others while they lower it. Counts differ freely unless `equal_counts`; no replica is empty. The result is a
+    Karmarkar and Karp 1982 where that is better), then exchanges between the most and the least loaded replica while
+    these come closer. Counts differ freely unless `equal_counts`; no replica is empty. The result is a
     function of the arguments; `seed` rotates which replica gets the heaviest, for steps to take turns.
 
     Raises PlanError for fewer micro-batches than replicas, and a number that does not divide under `equal_counts`.
@@ -33,9 +32,9 @@ def assign_replicas(
     _check(costs_ns, num_replicas, equal_counts)
     groups = _longest_first(costs_ns, num_replicas, count // num_replicas if equal_counts else count)
     if num_replicas > 1:
-        groups = _refined(groups, costs_ns, equal_counts)
-        if count <= _BOTH_WAYS and not equal_counts and not _is_close(groups, costs_ns):
-            other = _refined(karmarkar_karp(costs_ns, num_replicas), costs_ns, equal_counts)
+        groups = _exchange(groups, costs_ns, equal_counts=equal_counts)
+        if count <= _BOTH_WAYS and not equal_counts:
+            other = _exchange(karmarkar_karp(costs_ns, num_replicas), costs_ns)
             groups = min(groups, other, key=lambda one: _largest(one, costs_ns))
     shift = seed % num_replicas
     return [sorted(group) for group in groups[-shift:] + groups[:-shift]] if shift else [sorted(g) for g in groups]
@@ -87,16 +86,32 @@ def _longest_first(costs: Sequence[int], num_groups: int, most_items: int) -> li
     return min(groups, rows, key=lambda one: _largest(one, costs))
 
 
-def _refined(groups: Sequence[Sequence[int]], costs: Sequence[int], equal_counts: bool) -> list[list[int]]:
-    """The groups after exchanges that lower the largest load, until none helps or it is close to the mean.
-
-    Single items first, with the least loaded groups first; where these do not help, up to two items each way with the
-    few least loaded groups.
-    """
-    floor = load_floor(costs, len(groups), equal_counts=equal_counts)
-    rounds = _ROUNDS_PER_ITEM * len(costs)
-    refined: list[list[int]] = native.balanced(groups, list(map(int, costs)), floor, rounds, equal_counts)
-    return refined
+def _exchange(groups: Sequence[Sequence[int]], costs: Sequence[int], *, equal_counts: bool = False) -> list[list[int]]:
+    """Let the most loaded group give an item to the least loaded one, or exchange one for a smaller one, as long as
+    that brings the two closer together. Of all pairs the one whose difference is nearest to half of the gap goes."""
+    groups = list(map(list, groups))
+    loads = [sum(costs[i] for i in group) for group in groups]
+    for _ in range(_ROUNDS_PER_ITEM * len(costs)):
+        most, least = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[most] - loads[least]
+        taken = sorted((costs[j], j) for j in groups[least])
+        if not equal_counts and len(groups[most]) > 1:
+            taken.insert(0, (0, _NONE))
+        pairs = []
+        for i in groups[most]:
+            at = bisect_left(taken, (costs[i] - gap // 2,))
+            pairs += [(abs(2 * (costs[i] - cost) - gap), i, j) for cost, j in taken[max(0, at - 1) : at + 2]]
+        off, i, j = min(pairs)
+        if off >= gap:
+            break
+        groups[most].remove(i)
+        groups[least].append(i)
+        if j != _NONE:
+            groups[least].remove(j)
+            groups[most].append(j)
+        moved = costs[i] - (0 if j == _NONE else costs[j])
+        loads[most], loads[least] = loads[most] - moved, loads[least] + moved
+    return groups
 
 
 def _largest(groups: Sequence[Sequence[int]], costs: Sequence[int]) -> int:
@@ -139,38 +154,3 @@ def karmarkar_karp(costs: Sequence[int], num_groups: int, *, equal_counts: bool 
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
         number += 1
     return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(num_groups)]
-
-
-def load_floor(costs_ns: Sequence[int], num_replicas: int, *, equal_counts: bool = False) -> int:
-    """No assignment has a smaller largest load than this; what `assign_replicas` is measured against.
-
-    The mean is one such value. Besides, the j largest items lie in some g <= j replicas. Under `equal_counts` these
-    hold at least the smallest items as well that make their counts up. With free counts a replica whose load is below
-    its item and the smallest other one holds that item alone, so that the others share all the rest.
-
-    >>> load_floor([6, 1, 1, 1, 1, 2], 2), load_floor([6, 1, 1, 1, 1, 2], 2, equal_counts=True)
-    (6, 8)
-    >>> load_floor([10, 10, 10, 9], 3)  # a mean of 13, but two must share
-    19
-    """
-    costs, num = sorted(costs_ns, reverse=True), num_replicas
-    sums = [0, *accumulate(costs)]
-    total, most = sums[-1], len(costs) // num
-    floor = max(-(-total // num), costs[0])
-    if equal_counts:
-        for j in range(1, num + 1):
-            floor = max(
-                floor, min(-(-(sums[j] + total - sums[-1 - max(0, g * most - j)]) // g) for g in range(1, j + 1))
-            )
-        return floor
-    for j in range(1, min(num, len(costs)) + 1):
-        # Either one of the j largest has company, or each is alone and num - j replicas share what is left.
-        alone = -(-(total - sums[j]) // (num - j)) if j < num else (0 if j == len(costs) else total)
-        floor = max(floor, min(alone, costs[j - 1] + costs[-1]))
-    return floor
-
-
-def _is_close(groups: Sequence[Sequence[int]], costs: Sequence[int]) -> bool:
-    """Whether refinement has no more to do."""
-    floor = load_floor(costs, len(groups))
-    return (_largest(groups, costs) - floor) * _CLOSE_ENOUGH <= floor
