@@ -182,9 +182,7 @@ class StepProblem:
             dp = min(self.topology.num_replicas, len(samples))
             price = self._priced  # what is held changes what fits, not the rows that are tried
             rows = cache(partial(self._packed_rows, samples, price))
-            smallest, *larger = self._rooms(samples)
-            tried = [partial(self._packed, rows, price, in_flight, dp, [smallest]) for in_flight in held]
-            tried += [partial(self._packed, rows, price, 1, dp, larger)] if larger else []
+            tried = [partial(self._packed, rows, price, in_flight, dp) for in_flight in held]
             packings = [parts for finalists in _possible(tried) for parts in finalists]
             return [self._with_replicas(parts, samples, step, price) for parts in _distinct(packings)]
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
@@ -322,67 +320,36 @@ class StepProblem:
             never = np.full_like(column.forward_ns, INFEASIBLE)
             return replace(column, forward_ns=never, backward_ns=never)
 
-    def _rooms(self, samples: list[SampleLength]) -> Iterator[int]:
-        """Positions that packed rows may have.
-
-        Without a cap longer ones, up to all of the batch in one row, are a start of the search beside those of short
-        rows: they pay on devices whose actions have large overheads.
-        """
+    def _packed_rows(self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute) -> RowPackings:
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.rules.max_tokens or max(4096, round_up(longest, self.rules.pad_multiple))
-        yield room
-        while not self.rules.max_tokens and self.cores is None and room < sum(s.encoder + s.decoder for s in samples):
-            room *= 2
-            yield room
-
-    def _packed_rows(
-        self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute, room: int
-    ) -> RowPackings:
         rule = RowRule(max_tokens=room, pad_multiple=self.rules.pad_multiple, recompute=kind)
         return RowPackings.of(samples, lambda rows: self.bottleneck(price(rows)), rule)
 
     def _packed(
-        self,
-        rows: Callable[[Recompute, int], RowPackings],
-        price: MicroBatchPrice,
-        min_in_flight: int,
-        dp: int,
-        rooms: Sequence[int],
+        self, rows: Callable[[Recompute], RowPackings], price: MicroBatchPrice, min_in_flight: int, dp: int
     ) -> list[tuple[MicroBatch, ...]]:
-        """In the first room, or in a later one as long as each is faster than the one before."""
+        """List packings under the first kind of recomputation of which so many rows can be held."""
 
         def evaluate(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
             return self.bottleneck(price(micro_batches), min_in_flight)
 
-        def fitted(kind: Recompute, room: int) -> tuple[int, list[tuple[MicroBatch, ...]]]:
-            finalists = rows(kind, room).finalists(
-                evaluate,
-                pp=self.depth,
-                dp=dp,
-                max_bytes=self.limit_bytes,
-                equal_counts=self.rules.equal_counts,
-                is_split=self.rules.is_split,
-                tries=max(1, min(MOST_TRIES, self.rules.effort // _MOVES_A_TRY)),
-            )
-            time_ns, _ = evaluate(finalists[0])
-            return int(time_ns.sum()) + dp * (self.depth - 1) * int(time_ns.max()), finalists
-
         refusal: PlanError | None = None
         for kind in self.kinds:
             try:
-                best, room = fitted(kind, rooms[0]), rooms[0]
+                finalists = rows(kind).finalists(
+                    evaluate,
+                    pp=self.depth,
+                    dp=dp,
+                    max_bytes=self.limit_bytes,
+                    equal_counts=self.rules.equal_counts,
+                    is_split=self.rules.is_split,
+                    tries=max(1, min(MOST_TRIES, self.rules.effort // _MOVES_A_TRY)),
+                )
             except PlanError as error:
                 refusal = refusal or error
                 continue
-            for larger_room in rooms[1:]:
-                try:
-                    larger = fitted(kind, larger_room)
-                except PlanError:
-                    break
-                if larger[0] >= best[0]:
-                    break
-                best, room = larger, larger_room
-            return self._and_graded(best[1], rows(kind, room), evaluate, dp)
+            return self._and_graded(finalists, rows(kind), evaluate, dp)
         assert refusal is not None
         raise refusal
 
