@@ -86,10 +86,9 @@ def _longest_first(costs: Sequence[int], num_groups: int, most_items: int) -> li
     return min(groups, rows, key=lambda one: _largest(one, costs))
 
 
-def _exchange(groups: Sequence[Sequence[int]], costs: Sequence[int], *, equal_counts: bool = False) -> list[list[int]]:
+def _exchange(groups: list[list[int]], costs: Sequence[int], *, equal_counts: bool = False) -> list[list[int]]:
     """Let the most loaded group give an item to the least loaded one, or exchange one for a smaller one, as long as
     that brings the two closer together. Of all pairs the one whose difference is nearest to half of the gap goes."""
-    groups = list(map(list, groups))
     loads = [sum(costs[i] for i in group) for group in groups]
     for _ in range(_ROUNDS_PER_ITEM * len(costs)):
         most, least = loads.index(max(loads)), loads.index(min(loads))
