@@ -27,12 +27,12 @@ def to_json(value: Any) -> Any:
             return fields_to_json(value) if is_dataclass(value) else value
 
 
-def fields_to_json(value: Any, later: Collection[str] = ()) -> dict[str, Any]:
+def fields_to_json(value: Any, later: Collection[str] = (), *, skip: Collection[str] = ()) -> dict[str, Any]:
     """Return the fields of a dataclass as JSON, without those of `later` versions that have their default."""
     raw = {}
     for field in fields(value):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if field.name not in later or getattr(value, field.name) != default:
+        if field.name not in skip and (field.name not in later or getattr(value, field.name) != default):
             raw[field.name] = to_json(getattr(value, field.name))
     return raw
 
@@ -59,4 +59,5 @@ def _read(kind: Any, raw: Any) -> Any:
         return tuple(raw)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {int(name) if arguments[0] is int else name: _read(arguments[1], one) for name, one in raw.items()}
-    return from_json(kind, raw) if isinstance(kind, type) and is_dataclass(kind) else raw
+    is_described = isinstance(kind, type) and is_dataclass(kind) and not isinstance(raw, kind)
+    return from_json(kind, raw) if is_described else raw

@@ -124,6 +124,12 @@ class Features:
         return np.array(sizes, np.int64).reshape(-1, 3).T
 
     @property
+    def layers_within_stage(self) -> Kinds:
+        """Recomputation modes of layers; "none" if their whole stage is computed again."""
+        kinds, _ = split_kinds(self.recompute)
+        return np.where(kinds == "stage", "none", kinds)
+
+    @property
     def tokens(self) -> IntArray:
         """Padded positions of both sides."""
         tokens: IntArray = self.positions[0] + self.positions[1]

@@ -11,12 +11,7 @@ import numpy as np
 
 from dynapipe_ext.batch.micro_batches import (
     ALL_RECOMPUTES,
-    LAYER_RECOMPUTES,
-    MicroBatch,
     Recompute,
-    recompute_of_layers,
-    slices_head,
-    with_sliced_head,
 )
 from dynapipe_ext.batch.topology import StageLayers, Topology, layers_of_cut, refuse_half_layers
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
@@ -25,6 +20,7 @@ from dynapipe_ext.models.architecture import Architecture
 
 LayerKind = Literal["encoder", "decoder", "postprocess", "attention", "mlp"]
 KINDS: tuple[LayerKind, ...] = ("encoder", "decoder", "postprocess")
+LAYER_KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 SLICED_HEAD: tuple[Recompute, LayerKind] = ("head", "postprocess")  # the grid of a head in slices, of any layers
 HALVES: tuple[LayerKind, ...] = ("attention", "mlp")  # of an encoder layer
 LayerPart = Literal["layer", "attention", "mlp"]
@@ -62,61 +58,46 @@ def check_bytes(*tables: Mapping[Any, float]) -> None:
             raise ConfigError(f"bytes of {name} are {short(size)} but must be 0 to {INFEASIBLE:,}: measure again")
 
 
-def kinds_of(grids: Mapping[tuple[Recompute, LayerKind], Grid]) -> tuple[Recompute, ...]:
-    """The kinds of recomputation that grids price; with the head in slices too, where that was measured."""
-    of_layers = tuple(kind for kind in LAYER_RECOMPUTES if (kind, "encoder") in grids)
-    return of_layers + (with_sliced_head(of_layers) if SLICED_HEAD in grids else ())
+def layer_prices(grid: Grid | None, places: FloatArray) -> tuple[FloatArray, BoolArray]:
+    """Return forward, backward and W in ms, MB stored and MB while it runs of one layer, (5, M): 0 for each column that
+    there is none of; and what is known."""
+    prices, in_table = np.zeros((len(_PRICES), places.shape[1])), np.ones(places.shape[1], bool)
+    if grid:
+        values, in_table = grid.at(list(places))
+        prices[[_PRICES.index(name) for name in grid.columns]] = values
+    return prices, in_table
 
 
-def grids_of(
-    grids: Mapping[tuple[Recompute, LayerKind], Grid], recompute: Recompute, kinds: Sequence[LayerKind] = KINDS
-) -> list[Grid | None]:
-    """The grids of a kind of recomputation, one of each of `kinds`; with the head in slices, the head's own."""
-    of_layers = recompute_of_layers(recompute)
-    head: Recompute = SLICED_HEAD[0] if slices_head(recompute) else of_layers
-    return [grids.get((head if kind == "postprocess" else of_layers, kind)) for kind in kinds]
-
-
-def stage_values(
-    grids: Sequence[Grid | None],
-    layout: Sequence[tuple[int, int]],
-    shapes: FloatArray,
+def lay_on_stages(
+    prices: Mapping[LayerKind, FloatArray],
+    layers: Sequence[tuple[int, int]],
+    halves: Sequence[tuple[int, int]],
     *,
-    has_decoder: bool,
     head_on_every: bool = False,
-) -> tuple[FloatArray, BoolArray]:
-    """Forward, backward and W in ms, MB stored and MB while the last layer runs: (5, stages, M); and what is known.
+) -> FloatArray:
+    """Return forward, backward and W in ms, MB stored and MB while the last layer runs, (5, S, M), of `layer_prices`.
 
-    `grids`: one of each of KINDS, if there is one; `layout`: (encoder, decoder) layers of every stage; `shapes` (3, M).
+    `layers`: (encoder, decoder) layers of every stage; `halves`: its attentions and MLPs without their other half. A
+    half that runs needs its own working memory in addition to all that the stage stores.
     """
-    total, in_table = np.zeros((len(_PRICES), len(layout), shapes.shape[1])), np.ones(shapes.shape[1], bool)
-    if not grids[0] or (has_decoder and not grids[1]):
-        return total, ~in_table
-    prices = []
-    for grid, axes in zip(grids, ([0, 1], [0, 1, 2], [0, 2] if has_decoder else [0, 1]), strict=True):
-        values, measured = _layer_prices(grid, shapes[axes])
-        in_table &= measured
-        prices.append(values)
-    encoder, decoder, head = prices
-    for stage, (num_encoder, num_decoder) in enumerate(layout):
+    encoder, decoder, head = prices["encoder"], prices["decoder"], prices["postprocess"]
+    total = np.zeros((len(_PRICES), len(layers), encoder.shape[1]))
+    for stage, (num_encoder, num_decoder) in enumerate(layers):
         total[:4, stage] = num_encoder * encoder[:4] + num_decoder * decoder[:4]
-        if head_on_every or stage + 1 == len(layout):
+        if head_on_every or stage + 1 == len(layers):
             total[:4, stage] += head[:4]
         if num_encoder:
             total[4, stage] = (num_encoder - 1) * encoder[3] + encoder[4]
         if num_decoder:
             while_decoder = num_encoder * encoder[3] + (num_decoder - 1) * decoder[3] + decoder[4]
             total[4, stage] = np.maximum(total[4, stage], while_decoder)
-    return total, in_table
-
-
-def _layer_prices(grid: Grid | None, places: FloatArray) -> tuple[FloatArray, BoolArray]:
-    """Return the rows of `_PRICES` of one layer, 0 for each column that there is none of; and what is known."""
-    prices, in_table = np.zeros((len(_PRICES), places.shape[1])), np.ones(places.shape[1], bool)
-    if grid:
-        values, in_table = grid.at(list(places))
-        prices[[_PRICES.index(name) for name in grid.columns]] = values
-    return prices, in_table
+    if any(map(any, halves)):
+        working = total[4] - total[3]
+        for kind, counts in zip(HALVES, np.array(halves, np.float64).T[:, :, None], strict=True):
+            total[:4] += counts * prices[kind][:4, None]
+            working = np.maximum(working, counts * (prices[kind][4] - prices[kind][3]))
+        total[4] = total[3] + working
+    return total
 
 
 def parts_of_stages(stages: Sequence[StageLayers]) -> Iterator[tuple[LayerPart, list[range]]]:
@@ -163,121 +144,29 @@ def encoder_end_stage(layers: Sequence[tuple[int, int]]) -> int:
     return max(stage for stage, (num_encoder, _) in enumerate(layers) if num_encoder)
 
 
-def values_with_halves(
-    total: FloatArray,
-    grids: Sequence[Grid | None],
-    halves: Sequence[tuple[int, int]],
-    shapes: FloatArray,
-) -> FloatArray:
-    """Forward, backward and W in ms, MB stored and MB while something runs, (5, stages, M): `total` of whole layers and
-    the head, and on top attentions and MLPs alone, `halves` of every stage, by their `grids`.
-
-    A half that runs needs its own working memory beside all that the stage stores. `total` may be written over.
-    """
-    if not all(grids):
-        return total  # of a kind of recomputation that the table does not have: no shape is known
-    working = total[4] - total[3]
-    for grid, counts in zip(grids, np.array(halves, np.float64).T[:, :, None], strict=True):
-        half, _ = _layer_prices(grid, shapes[:2])
-        total[:4] += counts * half[:4, None]
-        working = np.maximum(working, counts * (half[4] - half[3]))
-    total[4] = total[3] + working
-    return total
-
-
-def values_with_spread_head(
-    total: FloatArray, head: Grid, stages: range, shapes: FloatArray, hidden_bytes: int
-) -> tuple[FloatArray, BoolArray]:
-    """`total` of layers, (5, stages, M) as `values_with_halves` has it, with the same part of the head on each of
-    `stages`; and which shapes the head's grid knows.
-
-    A part takes as much of the head's time and memory as it has of the vocabulary. All of the head's input of
-    `hidden_bytes` a position comes on top, and what a message brings beside it, which a stage keeps with its own.
-    """
-    parts = len(stages)
-    at, in_table = head.at(list(shapes[:2]))
-    values = dict(zip(head.columns, at / parts, strict=True))
-    with_head, nothing = total.copy(), np.zeros(shapes.shape[1])
-    forward, backward, stored, _ = (values.get(name, nothing) for name in COLUMNS)
-    kept_mb = 1e-6 * (hidden_bytes + 2 * HEAD_MESSAGE_BYTES) * shapes[0] * shapes[1]
-    with_head[:4, stages] += np.stack([forward, backward, values.get(WEIGHT, nothing), stored + kept_mb])[:, None]
-    if HEAD_PEAK in values:
-        running = with_head[3, stages] + values[HEAD_PEAK] - stored
-        with_head[4, stages] = np.maximum(with_head[4, stages], running)
-    return with_head, in_table
-
-
-def equivalent_shape(m: MicroBatch, grid: Grid | None) -> tuple[float, float, float]:
-    """(rows, encoder_len, decoder_len), not always whole.
-
-    A packed row of P positions with document attention is the padded shape with the same tokens and the same sum of
-    squared lengths, P / L rows of length L = sum(l^2) / P: matrix products depend on the first and attention on the
-    second. L never goes below the shortest row of `grid`, its layers' of all sides, so that many tiny documents cost
-    their tokens; nor, on either side of pairs, above the longest row where no document does. Whole-row attention is one
-    padded row of P positions.
-    """
-    encoder, decoder = m.encoder_len, m.decoder_len
-    if m.layout == "padded" or m.attention == "row":
-        return m.rows, encoder, decoder
-    pad = (encoder - sum(s.encoder for s in m.samples)) + (decoder - sum(s.decoder for s in m.samples))
-    documents = m.documents if not decoder else [s.tokens for s in m.samples]
-    squares = sum(length**2 for length in documents) + pad**2
-    rows = (encoder + decoder) ** 2 / squares
-    if grid:
-        lengths = zip((encoder, decoder), grid.axes[1:], strict=False)
-        rows = min([rows, *(length / float(axis[0]) for length, axis in lengths)])
-    if grid and decoder:
-        most_e, most_d = (float(axis[-1]) for axis in grid.axes[1:])
-        if all(s.encoder <= most_e and s.decoder <= most_d for s in m.samples):
-            rows = max(rows, encoder / most_e, decoder / most_d)
-    rows = max(1.0, rows)
-    return rows, encoder / rows, decoder / rows
-
-
 def parameters_by_stage(
-    layers: Sequence[tuple[int, int]],
-    parameters: Mapping[str, float],
-    halves: Sequence[tuple[int, int]] = (),
-    topology: Topology | None = None,
-) -> FloatArray:
-    """Parameters of every stage: those of its layers, and of the `halves` of layers that it has alone; an "embedding"
-    on the first stage and where the decoder begins; the "head" on the last stage, and the "tied_head" there unless it
-    has an embedding; the "encoder_norm" where the encoder ends; "position_biases" once for each of encoder and decoder
-    that the stage has layers of.
-
-    Over the stages of a `topology` embedding and head are divided as it says.
-    """
-    if topology is not None and topology.vocabulary != "whole":
-        return _parameters_of_spread(layers, parameters, halves, topology)
-    halves = halves or [(0, 0)] * len(layers)
-    end, last = encoder_end_stage(with_halves(layers, halves)), len(layers) - 1
-    embeddings = {0, first_decoder_stage(layers) or 0}
-    total = [
-        num_encoder * parameters["encoder"]
-        + (num_decoder * parameters["decoder"] if num_decoder else 0.0)
-        + (parameters["embedding"] if stage in embeddings else 0.0)
-        + (parameters.get("head", 0.0) if stage == last else 0.0)
-        + (parameters.get("tied_head", 0.0) if stage == last and stage not in embeddings else 0.0)
-        + (parameters.get("encoder_norm", 0.0) if stage == end else 0.0)
-        + parameters.get("position_biases", 0.0) * ((num_encoder > 0) + (num_decoder > 0))
-        for stage, (num_encoder, num_decoder) in enumerate(layers)
-    ]
-    for stage, counts in enumerate(halves):
-        total[stage] += sum(count * parameters[part] for part, count in zip(HALVES, counts, strict=True) if count)
-    return np.array(total)
-
-
-def _parameters_of_spread(
     layers: Sequence[tuple[int, int]],
     parameters: Mapping[str, float],
     halves: Sequence[tuple[int, int]],
     topology: Topology,
 ) -> FloatArray:
-    """`parameters_by_stage` of a decoder-only model, its learned positions and final norm divided like their ends."""
-    ends = dict.fromkeys(("embedding", "head", "tied_head"), 0.0)
-    total = parameters_by_stage(layers, {**parameters, **ends}, halves)
-    for name, stages in ("embedding", topology.embedding_stages), ("head", topology.head_stages):
-        total[stages] += parameters.get(name, 0.0) / len(stages)
+    """Return the parameters of every stage: those of its layers and `halves`; its parts of the "embedding", which the
+    stage where the decoder begins has, too, and of the "head"; the "tied_head" on the last stage unless that has an
+    embedding; the "encoder_norm" where the encoder ends; "position_biases" once for each of encoder and decoder that
+    the stage has layers of."""
+    end = encoder_end_stage(with_halves(layers, halves))
+    embeddings, heads = {*topology.embedding_stages, first_decoder_stage(layers) or 0}, topology.head_stages
+    has_copy = topology.vocabulary == "whole" and heads.start not in embeddings
+    total = np.zeros(len(layers))
+    for stage, ((num_encoder, num_decoder), counts) in enumerate(zip(layers, halves, strict=True)):
+        parts = zip(("encoder", "decoder", *HALVES), (num_encoder, num_decoder, *counts), strict=True)
+        total[stage] = sum(count * parameters[part] for part, count in parts if count)
+        if stage in embeddings:
+            total[stage] += parameters["embedding"] / len(topology.embedding_stages)
+        if stage in heads:
+            total[stage] += parameters.get("head", 0.0) / len(heads) + has_copy * parameters.get("tied_head", 0.0)
+        total[stage] += parameters.get("encoder_norm", 0.0) * (stage == end)
+        total[stage] += parameters.get("position_biases", 0.0) * ((num_encoder > 0) + (num_decoder > 0))
     return total
 
 

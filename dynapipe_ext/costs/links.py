@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -102,18 +100,3 @@ class Links:
             for link, row in zip(self.boundaries(topology), num_bytes, strict=True)
         ]
         return np.array(rows, np.int64).reshape(num_bytes.shape)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Links:
-        try:
-            return cls(
-                intra=Link(**raw["intra"]), inter=Link(**raw["inter"]), ranks_per_node=int(raw["ranks_per_node"])
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"links cannot be read ({type(error).__name__} {error}): give intra and inter with latency_ns and"
-                " bytes_per_s, and ranks_per_node"
-            ) from error

@@ -32,13 +32,6 @@ class MeasuredBlock:
         if not isinstance(self.tax, int | float) or not 0 <= self.tax <= _MOST_TAX:
             raise ConfigError(f"tax of a measured block is {short(self.tax)} but must be 0 to {_MOST_TAX:g}")
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> MeasuredBlock:
-        return cls(even=Link(**raw["even"]), gathered=Link(**raw["gathered"]), tax=raw["tax"])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:

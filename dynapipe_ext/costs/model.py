@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkabl
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, without_stage
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Offload, ReplicaCollectives, Topology
 from dynapipe_ext.costs.features import Features
 from dynapipe_ext.costs.floor import ROUNDING_NS, Floor, GrowingTimes, PaddedTimes
@@ -195,13 +195,6 @@ def bytes_keeping_inputs(
 def scaled_bytes(num_bytes: IntArray, factor: float) -> IntArray:
     """Bytes times a measured factor, rounded up."""
     return num_bytes if factor == 1.0 else np.ceil(num_bytes * factor).astype(np.int64)
-
-
-def within_layers(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Recomputed as their layers are: not at all where the stage is as a whole."""
-    return [
-        replace(m, recompute=without_stage(m.recompute)) if m.layer_recompute == "stage" else m for m in micro_batches
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -512,19 +505,3 @@ def growing_times(
 def fingerprint(settings: Mapping[str, Any]) -> str:
     """SHA-256 of settings in canonical JSON."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def topology_to_json(topology: Topology) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in topology.to_json().items()}
-
-
-def topology_from_json(raw: Mapping[str, Any]) -> Topology:
-    return Topology(
-        tp=raw["tp"],
-        pp=raw["pp"],
-        dp=raw["dp"],
-        layers_per_stage=tuple(raw["layers_per_stage"]),
-        placement=tuple(raw["placement"]),
-        width=raw.get("width", 1),
-        vocabulary=raw.get("vocabulary", "whole"),
-    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.costs.features import Features
 from dynapipe_ext.costs.layers import LayerKind
 from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
@@ -17,22 +17,15 @@ _SIZES = 6  # of a row: 1; positions of encoder and decoder; squares of document
 _GROWS_WITH: Mapping[LayerKind, tuple[int, ...]] = {"encoder": (0, 1, 3), "decoder": (0, 1, 2, 4, 5)}
 
 
-def packed_sizes(micro_batches: Sequence[MicroBatch]) -> FloatArray:
-    """What bytes of packed rows grow with, (6, M); zeros for rows that are not packed, or attended to as a whole."""
-    sizes = np.zeros((_SIZES, len(micro_batches)))
-    for m, own in zip(micro_batches, sizes.T, strict=True):
-        if m.layout != "packed" or m.attention == "row":
-            continue
-        pairs = [(s.encoder, s.decoder) for s in m.samples] if m.decoder_len else [(n, 0) for n in m.documents]
-        encoder, decoder = np.array(pairs, np.float64).T
-        pad_e, pad_d = m.encoder_len - encoder.sum(), m.decoder_len - decoder.sum()
-        squares = [(a * b).sum() + pad for a, b, pad in _products(encoder, decoder, pad_e, pad_d)]
-        own[:] = 1, m.encoder_len, m.decoder_len, *squares
+def packed_sizes(features: Features) -> FloatArray:
+    """Return what bytes of packed rows grow with, (6, M); zeros for rows that are not packed, or attended to whole."""
+    is_packed = np.zeros(features.positions.shape[1], bool)
+    for index, m in enumerate(features.micro_batches):
+        is_packed[index] = m.layout == "packed" and m.attention != "row"
+    sizes = is_packed * np.vstack([is_packed, features.positions]).astype(np.float64)
+    if features.pieces is not None:
+        sizes[3] -= 2 * features.pieces.before * features.pieces.own  # of documents, not of earlier pieces
     return sizes
-
-
-def _products(e: FloatArray, d: FloatArray, pad_e: float, pad_d: float) -> list[tuple[FloatArray, FloatArray, float]]:
-    return [(e, e, pad_e * pad_e), (d, d, pad_d * pad_d), (e, d, pad_e * pad_d)]
 
 
 def sizes_of_slice(sizes: FloatArray, width: int) -> FloatArray:
@@ -57,7 +50,7 @@ class PackedLayer:
     def fit(cls, kind: LayerKind, rows: Sequence[MicroBatch], measured: Sequence[tuple[int, int]]) -> PackedLayer:
         """Of (stored, peak) bytes of rows, with the least relative errors."""
         places = list(_GROWS_WITH[kind])
-        terms = packed_sizes(rows)[places].T
+        terms = packed_sizes(Features.of(rows))[places].T
 
         def fitted(values: Sequence[int]) -> tuple[float, ...]:
             coefficients = np.zeros(_SIZES)
@@ -70,39 +63,3 @@ class PackedLayer:
     def of(self, sizes: FloatArray) -> FloatArray:
         """(stored, peak) MB, (2, M)."""
         return np.stack([1e-6 * product(sizes.T, terms) for terms in (self.stored_bytes, self.peak_bytes)])
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: list(getattr(self, name)) for name in self.__slots__}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> PackedLayer:
-        return cls(stored_bytes=tuple(raw["stored_bytes"]), peak_bytes=tuple(raw["peak_bytes"]))
-
-
-PackedLayers = Mapping[tuple[Recompute, LayerKind], PackedLayer]
-
-
-def packed_to_json(layers: PackedLayers) -> list[dict[str, Any]]:
-    return [{"recompute": kind, "layer": layer, **one.to_json()} for (kind, layer), one in sorted(layers.items())]
-
-
-def packed_from_json(raw: Iterable[Mapping[str, Any]]) -> PackedLayers:
-    return {(one["recompute"], one["layer"]): PackedLayer.from_json(one) for one in raw}
-
-
-def added_to_stages(
-    layers: Sequence[tuple[int, int]], more: Mapping[LayerKind, FloatArray]
-) -> tuple[FloatArray, FloatArray]:
-    """MB that every stage stores in addition, and those that it needs in addition while its last layer runs, each
-    (stages, M). `layers`: the numbers of (encoder, decoder) layers of each stage. `more`: for each kind of layer its
-    additional (stored, peak) MB, (2, M), none below 0."""
-    stored = sum(np.outer([pair[side] for pair in layers], more[kind][0]) for side, kind in enumerate(more))
-    running = []
-    for num_encoder, num_decoder in layers:
-        held, last = 0.0 * more["encoder"][0], 0.0 * more["encoder"][0]
-        for kind, count in zip(more, (num_encoder, num_decoder), strict=False):
-            if count:
-                last = np.maximum(last, held + (count - 1) * more[kind][0] + more[kind][1])
-            held = held + count * more[kind][0]
-        running.append(last)
-    return np.asarray(stored), np.array(running)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import astuple, dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.costs.blocks import BlockAttention
-from dynapipe_ext.costs.features import SUM_BYTES, Kinds, PiecePositions, split_kinds
+from dynapipe_ext.costs.features import SUM_BYTES, Features, PiecePositions, split_kinds
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import COLUMNS
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
@@ -65,7 +65,7 @@ class SampleInPieces:
         megabytes = values[[grid.columns.index(name) for name in COLUMNS[2:]]]
         if packed is not None:
             row = MicroBatch((SampleLength(0, self.size),), "packed")
-            megabytes = np.maximum(megabytes, packed.of(packed_sizes([row])))
+            megabytes = np.maximum(megabytes, packed.of(packed_sizes(Features.of([row]))))
         stored, peak = (int(1e6 * one) for one in megabytes[:, 0])
         return replace(self, document=replace(self.document, stored_bytes=stored, peak_bytes=peak))
 
@@ -158,14 +158,6 @@ class PieceSurcharge:
         """Of F and B, for each position of the piece and each before it."""
         return self.forward_ns.attended + self.backward_ns.attended
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> PieceSurcharge:
-        growths = {name: PairGrowth(*(raw[name][term] for term in PairGrowth.__slots__)) for name in _GROWTHS}
-        return cls(**growths, own_bytes=float(raw["own_bytes"]))
-
 
 _GROWTHS = ("forward_ns", "backward_ns", "working_bytes")
 
@@ -191,26 +183,25 @@ class PieceSurcharges:
         """The least that a layer takes for each position of a piece and each before it."""
         return min(one.attended_ns for one in self.by_recompute.values())
 
-    def attended_ns(self, layers: Sequence[int], stage_ranks: tuple[int, ...], width: int) -> tuple[float, ...]:
+    def attended_ns(self, layers: IntArray, stage_ranks: tuple[int, ...], width: int) -> tuple[float, ...]:
         """The same on every pipeline rank, of stages with so many layers and for one rank of a block of `width`."""
         held = [
             sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))
         ]
         return tuple(count * self.least_attended_ns / width for count in held)
 
-    def added(
+    def add(
         self,
         costs: MicroBatchCosts,
-        positions: PiecePositions,
-        recompute: Kinds,
+        features: Features,
         layers: IntArray,
         value_bytes: int,
-        block: BlockAttention | None = None,
         *,
+        block: BlockAttention | None = None,
         tax: float = 0.0,
     ) -> MicroBatchCosts:
-        """The costs of packed rows, `layers` on every stage, where the first documents of some are pieces; all pieces
-        of a sample are among them.
+        """Add to the costs of packed rows, with `layers` on every stage, what pieces take in the place of first
+        documents; all pieces of a sample are among them.
 
         The first piece holds keys and values of all positions, and sums of the gradients of those before the last. On a
         rank of a `block` these lie by heads, as what a running layer holds of them; all else is divided by its width,
@@ -218,10 +209,9 @@ class PieceSurcharges:
         """
         width = 1 if block is None else block.width
         of_keys = 1.0 if block is None or width == 1 else block.kept_values / block.key_values
-        own, before = positions.own, positions.before
-        kinds, _ = split_kinds(recompute)
-        again = kinds == "stage"
-        kinds = np.where(again, "none", kinds)
+        positions = features.pieces or PiecePositions.of(())
+        own, before, kinds = positions.own, positions.before, features.layers_within_stage
+        again = split_kinds(features.recompute)[0] == "stage"
         forward, backward, working, stored = np.zeros((4, len(own)))
         for kind, one in self.by_recompute.items():
             its = kinds == kind
@@ -240,14 +230,3 @@ class PieceSurcharges:
             stored_bytes=np.maximum(0, costs.stored_bytes + ~again * of_own) + layer * kept_bytes,
             working_bytes=np.maximum(0, costs.working_bytes + of_running + again * of_own),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kept_values": self.kept_values,
-            "by_recompute": {kind: one.to_json() for kind, one in self.by_recompute.items()},
-        }
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> PieceSurcharges:
-        kinds = {kind: PieceSurcharge.from_json(one) for kind, one in raw["by_recompute"].items()}
-        return cls(kept_values=int(raw["kept_values"]), by_recompute=kinds)

@@ -5,42 +5,46 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import truediv
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, recompute_of_layers, without_stage
+from dynapipe_ext.batch.micro_batches import (
+    LAYER_RECOMPUTES,
+    MicroBatch,
+    Recompute,
+    recompute_of_layers,
+    slices_head,
+    with_sliced_head,
+    without_stage,
+)
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, refuse_half_layers
 from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
 from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
 from dynapipe_ext.costs.blocks import BlockAttention
-from dynapipe_ext.costs.features import Features
+from dynapipe_ext.costs.codec import fields_to_json, from_json, to_json
+from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.floor import TablePoints
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import (
-    COLUMNS,
     HALVES,
     HEAD_MESSAGE_BYTES,
     HEAD_PEAK,
-    KINDS,
+    LAYER_KINDS,
     SLICED_HEAD,
     WEIGHT,
     LayerKind,
     check_bytes,
     check_grids,
-    equivalent_shape,
     first_decoder_stage,
-    grids_of,
-    kinds_of,
+    lay_on_stages,
+    layer_prices,
     layers_of_stages,
     once_by_stage,
     parameters_by_stage,
-    stage_values,
-    values_with_halves,
-    values_with_spread_head,
     with_halves,
 )
 from dynapipe_ext.costs.links import Link, Links
@@ -54,28 +58,19 @@ from dynapipe_ext.costs.model import (
     PricesShapes,
     fingerprint,
     no_width,
-    topology_from_json,
-    topology_to_json,
-    within_layers,
 )
-from dynapipe_ext.costs.packed_rows import (
-    PackedLayer,
-    added_to_stages,
-    packed_from_json,
-    packed_sizes,
-    packed_to_json,
-    sizes_of_slice,
-)
+from dynapipe_ext.costs.packed_rows import PackedLayer, packed_sizes, sizes_of_slice
 from dynapipe_ext.costs.pieces import PieceSurcharges
 from dynapipe_ext.costs.states import EXACT_SUM_BYTES, refused_tie
 from dynapipe_ext.errors import ConfigError, DataError, check_integer, settle_field_types
 from dynapipe_ext.models.architecture import MOST_LAYERS
 
 FORMAT = "dynapipe-costs/1"
-# What was not known to tables from the start is left out where it says nothing: these read as they always did.
 STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
 VALUE_BYTES = 2
-_Values = tuple[FloatArray, BoolArray]  # those of `stage_values`, and what the grids know
+# Fields that files of older versions did not have: left out at their defaults, so that these read as they always did.
+_LATER = ("num_decoder_layers", "links", "state_parts", "value_bytes", "packed_bytes", "once_bytes", "pieces", "blocks")
+_TABLES = ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes", "transfer_ns", "transfer_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,7 +98,7 @@ class CostTable(CostModel):
     Between grid points costs are multilinear. Below the grid a shape costs what the smallest point costs. Above it, or
     next to a point that was not measured, `evaluate` raises PlanError and `evaluate_shapes` answers INFEASIBLE.
 
-    Packed rows have no axis of their own: they are priced as `equivalent_shape` says. Where that leans on a point that
+    Packed rows have no axis of their own: they are priced as `_equivalent_shapes` says. If that leans on a point that
     was not measured, it is priced by the next smaller measured number of rows, in proportion. A piece of a long sample
     is a document of such a row and takes what `pieces` adds; without them it has no price.
 
@@ -152,11 +147,10 @@ class CostTable(CostModel):
             raise ConfigError(f"state_parts are {self.state_parts} but must be two numbers of 0 to below 1000")
         if self.value_bytes not in (2, 4):
             raise ConfigError(f"value_bytes is {self.value_bytes} but must be 2 or 4")
-        layers_per_stage = self.topology.layers_per_stage
-        _ = self.topology.with_layers(self.total_layers)  # refuses a cut that does not have as many
+        _ = self.topology.with_layers(self.total_layers)  # rejects a cut that does not have as many
         if self.has_decoder or not self._prices_halves:
             who = "a model with a decoder side" if self.has_decoder else "a cost table without grids of both halves"
-            refuse_half_layers(layers_per_stage, who)
+            refuse_half_layers(self.topology.layers_per_stage, who)
         if self.has_decoder or self.lm_head == "every":
             refuse_spread(self.topology, "a table with a decoder side, or with a head on every stage,")
         if self.topology.vocabulary == "head" and self.parameter_bytes.get("tied_head"):
@@ -213,11 +207,6 @@ class CostTable(CostModel):
         return any(kind == "decoder" for _, kind in self.grids)
 
     @property
-    def has_weights(self) -> bool:
-        """Whether W was measured apart from the backward."""
-        return any(WEIGHT in grid.columns for grid in self.grids.values())
-
-    @property
     def total_layers(self) -> int:
         return self.num_layers + (self.num_decoder_layers or self.num_layers) * self.has_decoder
 
@@ -228,27 +217,27 @@ class CostTable(CostModel):
 
     @property
     def kinds(self) -> tuple[Recompute, ...]:
-        """Those, and the same with the head in slices where that was measured."""
-        return kinds_of(self.grids)
+        """Those, and the same with a chunked head if that was measured."""
+        return self.recomputes + (with_sliced_head(self.recomputes) if SLICED_HEAD in self.grids else ())
 
     def stage_layers(self) -> list[tuple[int, int]]:
-        """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
+        """Return (encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless given."""
         topology = self.topology if self.topology.vocabulary == "whole" else self.topology.with_layers(self.num_layers)
         return layers_of_stages(self.num_layers, self.total_layers, self.num_stages, topology.layers_per_stage)
 
     def stage_halves(self) -> list[tuple[int, int]]:
-        """(attentions, MLPs) that are alone on every stage, the other half of their layer being on another one."""
+        """Return the (attentions, MLPs) on every stage without the other half of their layer."""
         if not self.topology.has_half_layers:
             return [(0, 0)] * self.num_stages
         return [(len(stage.attention_half), len(stage.mlp_half)) for stage in self.topology.stage_layers]
 
-    def stage_attentions(self) -> list[int]:
-        """Encoder layers of every stage whose attention it computes."""
-        pairs = zip(self.stage_layers(), self.stage_halves(), strict=True)
-        return [num_layers + attention for (num_layers, _), (attention, _) in pairs]
+    def stage_attentions(self) -> IntArray:
+        """Return the encoder layers of every stage whose attention it computes, shape (S,)."""
+        attentions: IntArray = np.array(self.stage_layers())[:, 0] + np.array(self.stage_halves())[:, 0]
+        return attentions
 
     def over(self, topology: Topology | None) -> tuple[CostTable, Topology]:
-        """The same measurements over other stages; the tensor-parallel degree is part of what was measured."""
+        """Return the same measurements over other stages; the tensor-parallel degree is part of what was measured."""
         topology = topology or self.topology
         if topology.tp != self.topology.tp:
             raise ConfigError(
@@ -257,17 +246,17 @@ class CostTable(CostModel):
         return replace(self, topology=topology), topology
 
     def at_width(self, width: int) -> CostTable:
-        """Errors: ConfigError for tables that do not say which heads were measured (DynaPipe's, older ones)."""
+        """Raises ConfigError for tables that do not say which heads were measured (DynaPipe's, older ones)."""
         return replace(self, topology=self.topology.at_width(width))
 
     @property
     def _block(self) -> BlockAttention | None:
-        """None where the heads are unknown, or there is a decoder side."""
+        """None if the heads are unknown, or there is a decoder side."""
         return None if self.has_decoder else BlockAttention.of_sizes(self.facts.measured_sizes, self.topology)
 
     @property
     def _tax(self) -> float:
-        """Of a layer's time on slices, beyond exchanges; 0 where widths were not measured."""
+        """Overhead of a layer's time on slices, beyond exchanges; 0 if degrees were not measured."""
         measured = self.blocks.get(self.topology.width)
         return measured.tax if measured else 0.0
 
@@ -280,181 +269,10 @@ class CostTable(CostModel):
         return table_points(self, stage_ranks, split, least)
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
-        (own,) = within_layers([micro_batch])
-        return self._refusal(own if "B" in self.working_in else micro_batch, np.array(self._equivalent(own)))
-
-    def price(self, features: Features) -> MicroBatchCosts:
-        """Price micro-batches; every cost of a shape outside the grid is INFEASIBLE."""
-        tokens, recompute = features.positions[:2].astype(np.float64), features.recompute
-        if features.padded_shapes is not None:
-            return self._price(features.padded_shapes.astype(np.float64), tokens, recompute)[0]
-        own = within_layers(features.micro_batches)
-        shapes = np.array([self._equivalent(m) for m in own], np.float64).reshape(-1, 3).T
-        sizes = packed_sizes(own) if self.packed_layers else None
-        costs, in_table = self._price(shapes, tokens, recompute, sizes)
-        packed = np.array([m.layout == "packed" and m.attention != "row" for m in own], bool)
-        if (lost := packed & ~in_table).any():
-            measured = np.unique(np.concatenate([grid.axes[0] for grid in self.grids.values()]))
-            below = measured[np.maximum(np.searchsorted(measured, shapes[0], side="right") - 1, 0)]
-            factor, shapes[0] = np.where(lost, shapes[0] / below, 1.0), np.where(lost, below, shapes[0])
-            costs, in_table = self._price(shapes, tokens, recompute, sizes, factor)
-        if self.packed_bytes:
-            kinds = (m.layer_recompute if p else None for m, p in zip(own, packed & in_table, strict=True))
-            factor = np.array([self.packed_bytes.get(kind, 1.0) if kind else 1.0 for kind in kinds])
-            stored, working = (np.ceil(factor * b).astype(np.int64) for b in (costs.stored_bytes, costs.working_bytes))
-            costs = replace(costs, stored_bytes=stored, working_bytes=working)
-        if self.pieces is None or features.pieces is None:
-            return costs
-        layers = np.array(self.stage_attentions(), np.int64)
-        costs = self.pieces.added(
-            costs, features.pieces, recompute, layers, self.value_bytes, self._block, tax=self._tax
-        )
-        return costs.refusing(~in_table)
-
-    def _equivalent(self, m: MicroBatch) -> tuple[float, float, float]:
-        return equivalent_shape(m, self.grids.get((m.layer_recompute, "decoder" if m.decoder_len else "encoder")))
-
-    def _of_rank(
-        self, recompute: Recompute, shapes: FloatArray, tokens: FloatArray, sizes: FloatArray | None
-    ) -> _Values:
-        """`_stages` of one rank of a block, for rows of so many tokens (M,)."""
-        whole, in_table = self._stages(recompute, shapes, sizes)
-        if (width := self.topology.width) == 1 or (block := self._block) is None:
-            return whole, in_table
-        of_slice = None if sizes is None else sizes_of_slice(sizes, width)
-        share, _ = self._stages(recompute, shapes / [[1], [width], [1]], of_slice)
-        if measured := self.blocks.get(width):
-            time = block.measured_time(measured, self.value_bytes)
-        else:
-            time = block.exchange_time(self.topology, self.links or Links.uniform(self._link), self.value_bytes)
-        layers = np.array(self.stage_attentions())[:, None]
-        forward = layers * time(tokens) * 1e-6
-        backward = forward * (1 + (recompute_of_layers(recompute) != "none"))
-        gathered = 2 * self.value_bytes * block.kept_values * (block.gather_ranks > 1) * 1e-6 * tokens
-        copied = layers * self.value_bytes * block.copied_values * 1e-6 * tokens
-        whole = whole / width
-        stored, running = (np.maximum(whole[i], share[i]) + copied for i in (3, 4))
-        own = whole[:3] * (1 + self._tax)
-        return np.stack([own[0] + forward, own[1] + backward, own[2], stored, running + gathered]), in_table
-
-    @property
-    def _link(self) -> Link:
-        return Link(round(self.comm_latency_us * 1e3), self.comm_gbps * 1e9 / 8)
-
-    def _stages(self, recompute: Recompute, shapes: FloatArray, sizes: FloatArray | None) -> _Values:
-        """Forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, stages, M)."""
-        grids = grids_of(self.grids, recompute)
-        on_every, head, heads = self.lm_head == "every", grids[-1], self.topology.head_stages
-        if len(heads) > 1:
-            grids[-1] = None  # parts of it come below
-        layout = self.stage_layers()
-        total, in_table = stage_values(grids, layout, shapes, has_decoder=self.has_decoder, head_on_every=on_every)
-        if sizes is not None and sizes.any():
-            total[3:] += added_to_stages(layout, self._more_of_packed(recompute, shapes, sizes))
-        if self.topology.has_half_layers:
-            total = values_with_halves(total, grids_of(self.grids, recompute, HALVES), self.stage_halves(), shapes)
-        if head and len(heads) > 1:
-            total, known = values_with_spread_head(total, head, heads, shapes, self.value_bytes * self.hidden_size)
-            in_table &= known
-        elif head and HEAD_PEAK in head.columns:
-            at, _ = head.at(list(shapes[[0, 2] if self.has_decoder else [0, 1]]))
-            while_head = total[3] + at[head.columns.index(HEAD_PEAK)] - at[head.columns.index("stored_mb")]
-            stages = slice(None) if on_every else slice(-1, None)
-            total[4, stages] = np.maximum(total[4, stages], while_head[stages])
-        if self.once_bytes:
-            held = with_halves(layout, self.stage_halves())
-            total[3:] += once_by_stage(held, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
-        return total, in_table
-
-    def _more_of_packed(
-        self, recompute: Recompute, shapes: FloatArray, sizes: FloatArray
-    ) -> dict[LayerKind, FloatArray]:
-        """MB (stored, peak) of a layer of each kind on packed rows above those of the padded shapes: none below."""
-        kinds, layer = KINDS[: 1 + self.has_decoder], recompute_of_layers(recompute)
-        more: dict[LayerKind, FloatArray] = {kind: np.zeros((2, shapes.shape[1])) for kind in kinds}
-        for kind in kinds:
-            if (packed := self.packed_layers.get((layer, kind))) and (grid := self.grids.get((layer, kind))):
-                values, _ = grid.at(list(shapes[: len(grid.axes)]))
-                padded = values[[grid.columns.index(name) for name in COLUMNS[2:]]]
-                more[kind] = np.maximum(0.0, packed.of(sizes) - padded) * (sizes[0] > 0)
-        return more
-
-    def _price(
-        self,
-        shapes: FloatArray,
-        tokens: FloatArray,
-        recompute: npt.NDArray[np.str_] | Recompute,
-        sizes: FloatArray | None = None,
-        factor: FloatArray | float = 1.0,
-    ) -> tuple[MicroBatchCosts, BoolArray]:
-        """Costs of shapes (3, M), times a factor, with (encoder, decoder) tokens (2, M), those of packed rows of these
-        `sizes`; and which the grid knows."""
-        sizes, layout = None if sizes is None else sizes / factor, self.stage_layers()
-        if isinstance(recompute, str):
-            ms_and_mb, in_table, again = self._of_kind(recompute, shapes, tokens[0], sizes)
-        else:
-            ms_and_mb = np.zeros((5, len(layout), len(recompute)))
-            in_table, again = np.zeros((2, len(recompute)), bool)
-            for kind in dict.fromkeys(recompute.tolist()):
-                own = recompute == kind
-                of_kind = self._of_kind(kind, shapes[:, own], tokens[0][own], None if sizes is None else sizes[:, own])
-                ms_and_mb[:, :, own], in_table[own], again[own] = of_kind
-        if "B" not in self.working_in:  # of stages that are recomputed whole that is what they need most
-            in_table = in_table & ~again
-        decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
-        bytes_sent = (tokens[0] + decoded[:, None] * tokens[1]) * (self.value_bytes * self.hidden_size)
-        if (sends_sums := np.arange(len(layout) - 1)[:, None] >= self.topology.head_stages.start).any():
-            bytes_sent = bytes_sent + sends_sums * HEAD_MESSAGE_BYTES * tokens[0]
-        bytes_sent = bytes_sent / self.topology.width
-        pairs = itertools.pairwise(self.topology.stage_ranks)
-        apart = np.array([a != b for a, b in pairs], np.float64)[:, None]
-        sent_ns = apart * (self.comm_latency_us * 1e3 + bytes_sent * 8 / self.comm_gbps)
-
-        def integers(values: FloatArray) -> IntArray:
-            return np.rint(values).astype(np.int64)
-
-        ms_and_mb *= factor
-        ms_and_mb *= 1e6
-        forward, backward, weight, stored, running = np.rint(ms_and_mb, out=ms_and_mb).astype(np.int64)
-        weight = np.minimum(weight, backward) if self.has_weights else integers(self.split_w * backward)
-        working = np.maximum(running - stored, 0)
-        sent = integers(bytes_sent)
-        transfer = self.links.transfer_ns(self.topology, sent) if self.links else integers(sent_ns)
-        if not in_table.all():
-            for table in (forward, backward, weight, stored, working, transfer, sent):
-                table[:, ~in_table] = INFEASIBLE
-        costs = MicroBatchCosts(
-            forward_ns=forward,
-            backward_ns=backward,
-            weight_ns=weight,
-            stored_bytes=stored,
-            working_bytes=working,
-            transfer_ns=transfer,
-            transfer_bytes=sent,
-            static_bytes=self.static_bytes(),
-            working_in=self.working_in,
-        )
-        return costs.keeping_inputs(again & in_table), in_table
-
-    def _of_kind(
-        self, kind: Recompute, shapes: FloatArray, tokens: FloatArray, sizes: FloatArray | None
-    ) -> tuple[FloatArray, BoolArray, BoolArray]:
-        """`_of_rank` of shapes under one kind, and which of them are recomputed stage by stage: all or none."""
-        within, count = without_stage(kind), shapes.shape[1]
-        recomputed = np.full(count, within != kind)
-        if within in self.kinds:
-            return *self._of_rank(within, shapes, tokens, sizes), recomputed
-        return np.zeros((5, len(self.stage_layers()), count)), np.zeros(count, bool), recomputed
-
-    def static_bytes(self) -> IntArray:
-        """Weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes x
-        (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1.
-        """
-        here, sharded = self.state_parts
-        total = parameters_by_stage(self.stage_layers(), self.parameter_bytes, self.stage_halves(), self.topology)
-        return np.rint(total * (here + sharded / self.topology.dp)).astype(np.int64)
-
-    def _refusal(self, m: MicroBatch, shape: FloatArray) -> str:
+        m, features = micro_batch, Features.of([micro_batch])
+        (shape,) = self._equivalent_shapes(features).T
+        if "B" in self.working_in:
+            m = m.recomputing(without_stage(m.recompute))
         text = f"a {m.layout} micro-batch of {m.rows} x {m.encoder_len}"
         text += f" (decoder {m.decoder_len})" if self.has_decoder else ""
         if m.layout == "packed" and m.attention != "row":
@@ -473,74 +291,191 @@ class CostTable(CostModel):
             " device), and the cost table refuses to extrapolate: use fewer rows or more recomputation"
         )
 
+    def price(self, features: Features) -> MicroBatchCosts:
+        """Price micro-batches; every cost of a shape outside the grid is INFEASIBLE."""
+        shapes, sizes = self._equivalent_shapes(features), packed_sizes(features)
+        costs, in_table = self._price(features, shapes, sizes)
+        is_packed = sizes[0] > 0
+        if (lost := is_packed & ~in_table).any():
+            measured = np.unique(np.concatenate([grid.axes[0] for grid in self.grids.values()]))
+            below = measured[np.maximum(np.searchsorted(measured, shapes[0], side="right") - 1, 0)]
+            factor, shapes[0] = np.where(lost, shapes[0] / below, 1.0), np.where(lost, below, shapes[0])
+            costs, in_table = self._price(features, shapes, sizes, factor)
+        if self.packed_bytes:
+            factor = np.ones(len(is_packed))
+            for kind, of_kind in self.packed_bytes.items():
+                factor[is_packed & in_table & (features.layers_within_stage == kind)] = of_kind
+            stored, working = (np.ceil(factor * b).astype(np.int64) for b in (costs.stored_bytes, costs.working_bytes))
+            costs = replace(costs, stored_bytes=stored, working_bytes=working)
+        if self.pieces is None or features.pieces is None:
+            return costs
+        costs = self.pieces.add(
+            costs, features, self.stage_attentions(), self.value_bytes, block=self._block, tax=self._tax
+        )
+        return costs.refusing(~in_table)
+
+    def _equivalent_shapes(self, features: Features) -> FloatArray:
+        """Return rows, encoder and decoder lengths, (3, M), not always whole.
+
+        A packed row of P positions with document attention is the padded shape with the same tokens and the same sum of
+        squared lengths, P / L rows of length L = sum(l^2) / P: matrix products depend on the first and attention on the
+        second. L never goes below the shortest measured row, so that many tiny documents cost their tokens; nor, on
+        either side of pairs, above the longest row if no document does. Whole-row attention is one padded row.
+        """
+        shapes = features.shapes.astype(np.float64)
+        kinds = features.layers_within_stage
+        for index in np.flatnonzero(packed_sizes(features)[0]).tolist():
+            m = features.micro_batches[index]
+            encoder, decoder = sides = m.encoder_len, m.decoder_len
+            documents = m.documents if not decoder else [s.tokens for s in m.samples]
+            squares = sum(length**2 for length in documents) + (encoder + decoder - sum(documents)) ** 2
+            rows = (encoder + decoder) ** 2 / squares
+            if grid := self.grids.get((kinds[index], "decoder" if decoder else "encoder")):
+                shortest = [float(axis[0]) for axis in grid.axes[1:]]
+                rows = min(rows, *map(truediv, sides, shortest))
+                if decoder:
+                    most_e, most_d = (float(axis[-1]) for axis in grid.axes[1:])
+                    if all(s.encoder <= most_e and s.decoder <= most_d for s in m.samples):
+                        rows = max(rows, encoder / most_e, decoder / most_d)
+            rows = max(1.0, rows)
+            shapes[:, index] = rows, encoder / rows, decoder / rows
+        return shapes
+
+    def _price(
+        self, features: Features, shapes: FloatArray, sizes: FloatArray, factor: FloatArray | float = 1.0
+    ) -> tuple[MicroBatchCosts, BoolArray]:
+        """Return the costs of shapes (3, M) times a factor, with `packed_sizes`; and which the grid knows."""
+        tokens, count = features.positions[:2].astype(np.float64), shapes.shape[1]
+        again = split_kinds(features.recompute)[0] == "stage"
+        ms_and_mb, in_table = np.zeros((5, self.num_stages, count)), np.zeros(count, bool)
+        for kind in dict.fromkeys(features.recompute.tolist()):
+            if (within := without_stage(kind)) in self.kinds:
+                own = features.recompute == kind
+                of_kind = self._price_rank(within, shapes[:, own], tokens[0][own], (sizes / factor)[:, own])
+                ms_and_mb[:, :, own], in_table[own] = of_kind
+        if "B" not in self.working_in:  # of stages that are recomputed whole that is what they need most
+            in_table = in_table & ~again
+        decoded = np.cumsum([num_decoder for _, num_decoder in self.stage_layers()])[:-1, None] > 0
+        sends_sums = np.arange(self.num_stages - 1)[:, None] >= self.topology.head_stages.start
+        bytes_sent = (tokens[0] + decoded * tokens[1]) * (self.value_bytes * self.hidden_size)
+        bytes_sent = (bytes_sent + sends_sums * HEAD_MESSAGE_BYTES * tokens[0]) / self.topology.width
+        sent = np.rint(bytes_sent).astype(np.int64)
+        if self.links:
+            transfer = self.links.transfer_ns(self.topology, sent)
+        else:
+            apart = np.array([a != b for a, b in itertools.pairwise(self.topology.stage_ranks)], np.float64)[:, None]
+            sent_ns = apart * (self.comm_latency_us * 1e3 + bytes_sent * 8 / self.comm_gbps)
+            transfer = np.rint(sent_ns).astype(np.int64)
+        forward, backward, weight, stored, running = np.rint(ms_and_mb * factor * 1e6).astype(np.int64)
+        if any(WEIGHT in grid.columns for grid in self.grids.values()):
+            weight = np.minimum(weight, backward)
+        else:
+            weight = np.rint(self.split_w * backward).astype(np.int64)
+        working = np.maximum(running - stored, 0)
+        tables = (forward, backward, weight, stored, working, transfer, sent)
+        named = {name: np.where(in_table, table, INFEASIBLE) for name, table in zip(_TABLES, tables, strict=True)}
+        costs = MicroBatchCosts(**named, static_bytes=self.static_bytes(), working_in=self.working_in)
+        return costs.keeping_inputs(again & in_table), in_table
+
+    def _price_rank(
+        self, recompute: Recompute, shapes: FloatArray, tokens: FloatArray, sizes: FloatArray
+    ) -> tuple[FloatArray, BoolArray]:
+        """Return `_price_stages` of one rank of a context-parallel group, for rows of this many tokens (M,)."""
+        whole, in_table = self._price_stages(recompute, shapes, sizes)
+        if (width := self.topology.width) == 1 or (block := self._block) is None:
+            return whole, in_table
+        share, _ = self._price_stages(recompute, shapes / [[1], [width], [1]], sizes_of_slice(sizes, width))
+        if measured := self.blocks.get(width):
+            time = block.measured_time(measured, self.value_bytes)
+        else:
+            link = Link(round(self.comm_latency_us * 1e3), self.comm_gbps * 1e9 / 8)
+            time = block.exchange_time(self.topology, self.links or Links.uniform(link), self.value_bytes)
+        layers = self.stage_attentions()[:, None]
+        forward = layers * time(tokens) * 1e-6
+        backward = forward * (1 + (recompute_of_layers(recompute) != "none"))
+        gathered = 2 * self.value_bytes * block.kept_values * (block.gather_ranks > 1) * 1e-6 * tokens
+        copied = layers * self.value_bytes * block.copied_values * 1e-6 * tokens
+        whole = whole / width
+        stored, running = (np.maximum(whole[i], share[i]) + copied for i in (3, 4))
+        own = whole[:3] * (1 + self._tax)
+        return np.stack([own[0] + forward, own[1] + backward, own[2], stored, running + gathered]), in_table
+
+    def _price_stages(
+        self, recompute: Recompute, shapes: FloatArray, sizes: FloatArray
+    ) -> tuple[FloatArray, BoolArray]:
+        """Return forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, S, M); and
+        which shapes the grids know."""
+        layer, heads, on_every = recompute_of_layers(recompute), self.topology.head_stages, self.lm_head == "every"
+        in_table, prices = np.ones(shapes.shape[1], bool), dict[LayerKind, FloatArray]()
+        head_grid = self.grids.get(SLICED_HEAD if slices_head(recompute) else (layer, "postprocess"))
+        for kind in LAYER_KINDS:
+            is_head = kind == "postprocess"
+            grid = head_grid if is_head else self.grids.get((layer, kind))
+            places = shapes[[0, 2] if is_head and self.has_decoder else slice(len(grid.axes) if grid else 0)]
+            prices[kind], measured = layer_prices(grid, places)
+            if kind not in HALVES:
+                in_table &= measured if grid else kind not in ("encoder", *["decoder"] * self.has_decoder)
+            if grid and (packed := self.packed_layers.get((layer, kind))):
+                prices[kind][3:] += np.maximum(0.0, packed.of(sizes) - prices[kind][3:]) * (sizes[0] > 0)
+        head, stages = prices["postprocess"], slice(0 if on_every else heads.start, None)
+        if len(heads) > 1:
+            prices["postprocess"] = np.zeros_like(head)
+        total = lay_on_stages(prices, self.stage_layers(), self.stage_halves(), head_on_every=on_every)
+        if len(heads) > 1 and head_grid:
+            # A part takes as much of the head's time and memory as it has of the vocabulary. All of the head's input
+            # comes on top, and what a message brings with it, which a stage keeps with its own.
+            head = head / len(heads)
+            kept_bytes = self.value_bytes * self.hidden_size + 2 * HEAD_MESSAGE_BYTES
+            total[:3, stages] += head[:3, None]
+            total[3, stages] += head[3] + 1e-6 * kept_bytes * shapes[0] * shapes[1]
+        if head_grid and HEAD_PEAK in head_grid.columns:
+            total[4, stages] = np.maximum(total[4, stages], total[3, stages] + head[4] - head[3])
+        if self.once_bytes:
+            held = with_halves(self.stage_layers(), self.stage_halves())
+            total[3:] += once_by_stage(held, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
+        return total, in_table
+
+    def static_bytes(self) -> IntArray:
+        """Return weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes
+        x (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1."""
+        here, sharded = self.state_parts
+        total = parameters_by_stage(self.stage_layers(), self.parameter_bytes, self.stage_halves(), self.topology)
+        return np.rint(total * (here + sharded / self.topology.dp)).astype(np.int64)
+
     def to_json(self) -> dict[str, Any]:
-        return {
-            **{"format": FORMAT, "kind": "table"},
-            "hidden_size": self.hidden_size,
-            "num_layers": self.num_layers,
-            **({"num_decoder_layers": self.num_decoder_layers} if self.num_decoder_layers else {}),
-            "topology": topology_to_json(self.topology),
-            "lm_head": self.lm_head,
-            "split_w": self.split_w,
-            "comm_gbps": self.comm_gbps,
-            "comm_latency_us": self.comm_latency_us,
-            **({"links": self.links.to_json()} if self.links else {}),
-            "working_in": self.working_in,
-            **({"state_parts": list(self.state_parts)} if self.state_parts != STATES_PER_PARAMETER_BYTE else {}),
-            **({"value_bytes": self.value_bytes} if self.value_bytes != VALUE_BYTES else {}),
-            **({"packed_bytes": dict(self.packed_bytes)} if self.packed_bytes else {}),
-            **({"packed_layers": packed_to_json(self.packed_layers)} if self.packed_layers else {}),
-            **({"once_bytes": dict(self.once_bytes)} if self.once_bytes else {}),
-            **({"pieces": self.pieces.to_json()} if self.pieces else {}),
-            **({"blocks": {str(width): one.to_json() for width, one in self.blocks.items()}} if self.blocks else {}),
-            "parameter_bytes": dict(self.parameter_bytes),
-            "provenance": dict(self.provenance),
-            "grids": [
-                {"recompute": recompute, "layer": kind, **self.grids[recompute, kind].to_json()}
-                for recompute, kind in sorted(self.grids)
-            ],
-        }
+        raw = {"format": FORMAT, "kind": "table", **fields_to_json(self, _LATER, skip=("grids", "packed_layers"))}
+        if self.packed_layers:
+            raw["packed_layers"] = [
+                {"recompute": recompute, "layer": kind, **to_json(one)}
+                for (recompute, kind), one in sorted(self.packed_layers.items())
+            ]
+        raw["grids"] = [
+            {"recompute": recompute, "layer": kind, **self.grids[recompute, kind].to_json()}
+            for recompute, kind in sorted(self.grids)
+        ]
+        return raw
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> CostTable:
-        """What `to_json` wrote. Errors: DataError for what is no table, or one of another version."""
+        """Return the table that `to_json` wrote. Raises DataError for what is no table, or one of another version."""
         if raw.get("format") != FORMAT:
             raise DataError(
                 f"cost table has format {raw.get('format')!r} but this version reads {FORMAT!r}: measure again"
             )
         try:
-            return cls(
-                **{
-                    "grids": {(grid["recompute"], grid["layer"]): Grid.from_json(grid) for grid in raw["grids"]},
-                    "parameter_bytes": {name: float(value) for name, value in raw["parameter_bytes"].items()},
-                    "hidden_size": raw["hidden_size"],
-                    "num_layers": raw["num_layers"],
-                    "num_decoder_layers": raw.get("num_decoder_layers", 0),
-                    "topology": topology_from_json(raw["topology"]),
-                    "lm_head": raw["lm_head"],
-                    "split_w": float(raw["split_w"]),
-                    "comm_gbps": float(raw["comm_gbps"]),
-                    "comm_latency_us": float(raw["comm_latency_us"]),
-                    "links": Links.from_json(raw["links"]) if "links" in raw else None,
-                    "working_in": raw.get("working_in", "FBI"),
-                    "state_parts": tuple(map(float, raw.get("state_parts", STATES_PER_PARAMETER_BYTE))),
-                    "packed_bytes": {kind: float(value) for kind, value in raw.get("packed_bytes", {}).items()},
-                    "packed_layers": packed_from_json(raw.get("packed_layers", ())),
-                    "once_bytes": {kind: float(value) for kind, value in raw.get("once_bytes", {}).items()},
-                    "value_bytes": raw.get("value_bytes", VALUE_BYTES),
-                    "pieces": PieceSurcharges.from_json(raw["pieces"]) if "pieces" in raw else None,
-                    "blocks": {
-                        int(width): MeasuredBlock.from_json(one) for width, one in raw.get("blocks", {}).items()
-                    },
-                    "provenance": dict(raw["provenance"]),
-                }
-            )
+            values = {one.name: raw[one.name] for one in fields(cls) if one.name in raw}
+            values["grids"] = {(one["recompute"], one["layer"]): Grid.from_json(one) for one in raw["grids"]}
+            values["packed_layers"] = {
+                (one.pop("recompute"), one.pop("layer")): from_json(PackedLayer, one)
+                for one in map(dict, raw.get("packed_layers", ()))
+            }
+            return from_json(cls, values)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise DataError(f"cost table cannot be read: {type(error).__name__} {error}") from error
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:
-        """The table of a file written by `write`."""
+        """Return the table of a file written by `write`."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except (OSError, json.JSONDecodeError, AttributeError) as error:
@@ -550,7 +485,7 @@ class CostTable(CostModel):
         Path(path).write_text(json.dumps(self.to_json(), separators=(",", ":")) + "\n")
 
     def fingerprint(self) -> str:
-        """Hash of everything but the provenance."""
+        """Return a hash of everything but the provenance."""
         return fingerprint({key: value for key, value in self.to_json().items() if key != "provenance"})
 
     @classmethod
@@ -567,7 +502,7 @@ class CostTable(CostModel):
         comm_latency_us: float = 0.0,
         hidden_size: int | None = None,
     ) -> CostTable:
-        """The table of `model` in the CSV form of DynaPipe's published A100 measurements, at the topology's tp.
+        """Return the table of `model` in the CSV form of DynaPipe's published A100 measurements, at the topology's tp.
 
         Attention and MLP were not measured apart: they have their parts of a layer by their FLOPs (`grids_of_halves`).
         Their peaks are those of forwards: working bytes count in F alone, as in their own planner.

@@ -31,6 +31,7 @@ from dynapipe_ext.batch.micro_batches import (
 )
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.blocks import BlockAttention
+from dynapipe_ext.costs.codec import to_json
 from dynapipe_ext.costs.measured_blocks import blocks_in_words
 from dynapipe_ext.costs.measuring_time import MeasuringTime
 from dynapipe_ext.costs.model import fingerprint, no_width
@@ -311,7 +312,7 @@ def _measure(job: _Job, env: RankEnv) -> int:
     took_s, num_shapes = time.monotonic() - job.start_s, len(profile.shapes())
     summary = {"out": str(args.out), "shapes": num_shapes, "seconds": took_s, "device": device_name}
     summary["held_out_error"] = {group: one.to_json() for group, one in errors.items()}
-    summary |= {"blocks": {width: block.to_json() for width, block in table.blocks.items()}} if table.blocks else {}
+    summary |= {"blocks": to_json(table.blocks)} if table.blocks else {}
     line = f"{args.out}: {counted(num_shapes, 'shape')} measured in {took_s:.0f} s on {device_name}"
     deliver(args.json, summary, errors_table(errors), *blocks_in_words(profile.blocks), line)
     return 0

@@ -32,7 +32,6 @@ LONGER_FUNCTIONS = {
     "RankTrace.run in executor/proof.py",  # one loop over kinds of events, which is most of a proof's time
     "ForwardBackward.__call__ in executor/drop_in/drop_in.py",  # Megatron's fifteen keywords
     "Architecture.gpt in dynapipe_ext/models/architecture.py",  # eighteen keywords, each a field
-    "CostTable._price in dynapipe_ext/costs/table.py",  # a dozen arrays, each made of those before
 }
 
 # Commands of the README and of the guides, each with the test that runs it: as it stands (test_quickstart.py), or its

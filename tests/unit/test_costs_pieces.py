@@ -170,9 +170,9 @@ def test_files_keep_the_prices_of_pieces_and_tables_without_them_refuse_by_name(
         ({"backward_ns": {**asdict(_F), "own_squared": float("nan")}}, "own_squared of a piece is nan"),
         ({"working_bytes": {**asdict(_F), "before": 1e30}}, "before of a piece is 1e"),
         ({"own_bytes": float("inf")}, "own_bytes of a piece is inf"),
-        ({"own_bytes": "some"}, "cannot be read: ValueError"),
-        ({"forward_ns": {"before": 0.0}}, "cannot be read: KeyError"),
-        ({"forward_ns": None}, "cannot be read: TypeError"),
+        ({"own_bytes": "some"}, "cannot be read: TypeError"),
+        ({"forward_ns": {"behind": 0.0}}, "cannot be read: TypeError"),
+        ({"forward_ns": None}, "cannot be read: AttributeError"),
     ],
 )
 def test_damaged_prices_of_pieces_are_refused(damage: dict[str, Any], said: str) -> None:

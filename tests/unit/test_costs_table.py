@@ -17,7 +17,7 @@ from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recom
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.layers import KINDS, stage_values, values_with_halves
+from dynapipe_ext.costs.layers import KINDS, lay_on_stages
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -203,10 +203,10 @@ def test_stages_have_the_sums_of_their_layers_and_the_peak_of_the_last_one(tmp_p
         layout, every = table.stage_layers(), table.lm_head == "every"
         for recompute in LAYER_RECOMPUTES:
             grids = [table.grids.get((recompute, kind)) for kind in KINDS]
-            total, known = stage_values(grids, layout, shapes, has_decoder=table.has_decoder, head_on_every=every)
-            assert 0 < known.sum() < 4000
             axes = ([0, 1], [0, 1, 2], [0, 2] if table.has_decoder else [0, 1])
             e, d, head = (layer_at(grid, shapes[axis]) for grid, axis in zip(grids, axes, strict=True))
+            prices = {"encoder": e, "decoder": d, "postprocess": head}
+            total = lay_on_stages(prices, layout, table.stage_halves(), head_on_every=every)
             for stage, (encoders, decoders) in enumerate(layout):
                 expected = encoders * e[:4] + decoders * d[:4]
                 if stage == len(layout) - 1 or every:
@@ -227,9 +227,12 @@ def test_halves_add_their_times_and_bytes_and_each_works_beside_all_that_is_stor
     grid = gpt(tmp_path).grids["none", "encoder"]
     weighed = replace(grid, columns=(*grid.columns, "weight_ms"), values=np.vstack([grid.values, 0.3 * grid.values[1]]))
     halves = [replace(weighed, values=0.4 * weighed.values, share_of_bytes=share), replace(grid, share_of_bytes=share)]
-    total = rng.uniform(0, 100, (5, 3, 2000))
-    total[4] += total[3]
-    found = values_with_halves(total.copy(), halves, [(1, 0), (0, 0), (0, 1)], shapes)
+    none = np.zeros((5, 2000))
+    prices = {"encoder": layer_at(grid, shapes[:2]), "decoder": none, "postprocess": none}
+    layout, added_halves = [(1, 0), (2, 0), (0, 0)], [(1, 0), (0, 0), (0, 1)]
+    total = lay_on_stages(prices, layout, [(0, 0)] * 3)
+    prices |= {kind: layer_at(half, shapes[:2]) for kind, half in zip(("attention", "mlp"), halves, strict=True)}
+    found = lay_on_stages(prices, layout, added_halves)
     assert np.allclose(found[:, 1], total[:, 1], rtol=1e-15)
     for stage, half in ((0, halves[0]), (2, halves[1])):
         added = layer_at(half, shapes[:2])

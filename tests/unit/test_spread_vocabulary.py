@@ -11,7 +11,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, TensorSpec, Topology, Vocabulary, placement_of
 from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, spread_vocabulary
-from dynapipe_ext.costs.model import topology_from_json, topology_to_json
+from dynapipe_ext.costs.codec import from_json, to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.schedules.planner import Planner
@@ -65,7 +65,7 @@ def test_topologies_say_their_vocabulary_in_json_where_it_is_spread() -> None:
     assert "vocabulary" not in whole.to_json()
     assert spread.to_json()["vocabulary"] == "both"
     for topology in (whole, spread):
-        assert topology_from_json(topology_to_json(topology)) == topology
+        assert from_json(Topology, to_json(topology)) == topology
 
 
 @pytest.mark.parametrize(
