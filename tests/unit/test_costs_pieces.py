@@ -30,7 +30,7 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.partitioning.packing import micro_batch_evaluate
-from dynapipe_ext.partitioning.pieces import piece_choices
+from dynapipe_ext.partitioning.pieces import RowTime, piece_choices
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search.proposals import StepProblem
@@ -209,7 +209,8 @@ def test_samples_longer_than_any_measured_row_are_planned_in_pieces_and_checked(
     with pytest.raises(PlanError, match="1 x 8192"):
         replace(made, pieces=8192).plan(LONG)
     choices = piece_choices(LONG, micro_batch_evaluate(costs), [512, 4096, 8192], dp=2, depth=2)
-    assert [(choice.tokens, choice.cut_by) for choice in choices] == [(512, "length"), (512, "time"), (4096, "length")]
+    by_length = [(choice.tokens, choice.even == RowTime()) for choice in choices]
+    assert by_length == [(512, True), (512, False), (4096, True)]
     grids = {at: grid for at, grid in costs.grids.items() if "full" in at}
     full = replace(costs, grids=grids, pieces=replace(PIECES, by_recompute={"full": SURCHARGE}))
     assert {m.recompute for m in replace(made, costs=full, recompute="full").plan(LONG).batch.micro_batches} == {"full"}

@@ -278,7 +278,7 @@ def test_counted_pieces_take_the_time_of_the_sample_and_hold_their_keys_values_a
 
 def test_what_has_no_price_for_pieces_refuses_them_by_name() -> None:
     costs = TokenCosts(2)
-    with pytest.raises(PlanError, match="forwards alone have no price for pieces"):
+    with pytest.raises(PlanError, match="these AdjustedCosts have no price for pieces"):
         adjust(costs, forward_only=True).evaluate([carried(7, 0, 4)])
     windows = AnalyticCosts(replace(LLAMA, sliding_window=64), Topology(pp=2))
     with pytest.raises(PlanError, match="positions 0 to 4 of sample 7"):
