@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, ReplicaPlan
+from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import Certificate, ReplicaBounds
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.schedules.evaluation.bounds import Certificate
+from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.timeline import Trace
 
 PLAN_FORMAT = "dynapipe-plan/1"
@@ -172,18 +172,7 @@ def plan_json(
         shape["layers_per_stage"] = list(topology.layers_per_stage)
     if topology.vocabulary != "whole":
         shape["vocabulary"] = topology.vocabulary
-    unknown: list[Any] = [None] * len(step_plan.schedules)
-    replicas = [
-        _replica_json(*replica)
-        for replica in zip(
-            step_plan.batch.replicas,
-            step_plan.schedules,
-            step_plan.predictions,
-            in_flight_bytes or unknown,
-            certificate.replicas if certificate else unknown,
-            strict=True,
-        )
-    ]
+    replicas = [_replica_json(step_plan, d, in_flight_bytes, certificate) for d in range(len(step_plan.schedules))]
     marked = {"forward_only": True} if step_plan.forward_only else {}
     plan = {"format": PLAN_FORMAT, "topology": shape, **marked, "replicas": replicas}
     if certificate is not None:
@@ -193,31 +182,24 @@ def plan_json(
 
 
 def _replica_json(
-    replica: ReplicaPlan,
-    schedule: PipelineSchedule,
-    prediction: Prediction,
-    in_flight_bytes: Sequence[int] | None,
-    bounds: ReplicaBounds | None,
+    step_plan: StepPlan, d: int, in_flight_bytes: Sequence[Sequence[int]] | None, certificate: Certificate | None
 ) -> dict[str, Any]:
+    replica, schedule, prediction = step_plan.batch.replicas[d], step_plan.schedules[d], step_plan.predictions[d]
     predicted: dict[str, Any] = {
         "makespan_s": prediction.makespan_ns / 1e9,
         "lower_bound_s": prediction.lower_bound_ns / 1e9,
         "peak_bytes": list(prediction.peak_bytes),
     }
     if in_flight_bytes is not None:
-        predicted["in_flight_bytes"] = list(in_flight_bytes)
-    if bounds is not None:
-        numbers = asdict(bounds).items()
-        predicted["bounds"] = {name.replace("_ns", "_s"): ns / 1e9 for name, ns in numbers if ns is not None}
+        predicted["in_flight_bytes"] = list(in_flight_bytes[d])
+    if certificate is not None:
+        bounds = asdict(certificate.replicas[d]).items()
+        predicted["bounds"] = {name.replace("_ns", "_s"): ns / 1e9 for name, ns in bounds if ns is not None}
     body: dict[str, Any] = {"name": schedule.name, "stages": schedule.to_lines()}
     if schedule.stage_ranks != tuple(range(len(schedule.ranks))):
         body["placement"] = list(schedule.stage_ranks)
-    return {
-        "dp_rank": replica.dp_rank,
-        "micro_batches": [_micro_batch_json(micro_batch) for micro_batch in replica.micro_batches],
-        "schedule": body,
-        "predicted": predicted,
-    }
+    micro_batches = [_micro_batch_json(micro_batch) for micro_batch in replica.micro_batches]
+    return {"dp_rank": replica.dp_rank, "micro_batches": micro_batches, "schedule": body, "predicted": predicted}
 
 
 def _check_whole_samples(step_plan: StepPlan) -> None:
