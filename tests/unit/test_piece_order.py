@@ -30,7 +30,7 @@ from dynapipe_ext.tools.show.plan import list_orders
 LIMIT = 10**9
 LENGTHS = [[300, 40, 25, 9, 180, 12], [130, 7], [520, 30, 300, 60], [90, 260, 14, 33]]
 PLACES = [Topology(), Topology(pp=2), Topology(pp=3), Topology(pp=2, placement=(0, 1, 1, 0)), Topology(pp=2, dp=2)]
-CASES = [(n, t) for n in range(len(LENGTHS)) for t in range(len(PLACES))]
+CASES = [(n, t) for n in (0, 3) for t in range(len(PLACES))]
 
 
 def planned(n: int, t: int) -> tuple[Planner, StepPlan]:
@@ -75,7 +75,7 @@ def test_every_swap_of_two_pieces_is_refused_by_validate_verify_and_check_plan(n
         everywhere = set(range(schedule.num_stages))
         for chain, kind in itertools.product(mine, (Kind.FORWARD, gradient)):
             for one, other in itertools.combinations(chain, 2):
-                for stages in (everywhere, *({stage} for stage in everywhere)):
+                for stages in (everywhere, {0}, {schedule.num_stages - 1}):
                     wrong = swapped(schedule, one, other, kind, stages)
                     with pytest.raises(PlanError):
                         validate(wrong, count, mine)

@@ -161,7 +161,7 @@ LENGTH = st.one_of(st.integers(1, 9), st.integers(1, 400))
 BATCH = st.lists(st.tuples(LENGTH, LENGTH), min_size=1, max_size=14)
 
 
-@settings(derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=150)
 @given(
     BATCH,
     st.booleans(),

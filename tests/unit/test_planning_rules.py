@@ -408,10 +408,9 @@ def test_a_sample_longer_than_a_micro_batch_is_named(rule: object) -> None:
         rule(sample_lengths([5, 300]), max_tokens=256, dp=1)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_graded_rows_take_the_place_of_no_other_start(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graded_rows_take_the_place_of_no_other_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deep pipelines of short samples need far more rows than graded ones are: few starts cost 5 to 8 % here."""
-    lengths = np.clip(np.random.default_rng(seed).lognormal(5.0, 1.0, 300), 8, 2000).astype(int).tolist()
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.0, 1.0, 300), 8, 2000).astype(int).tolist()
     planner = Planner(Topology(pp=16), TokenCosts(16), 10**12, layout="packed")
     with_graded = planner.plan(lengths).makespan_ns
     monkeypatch.setattr(RowPackings, "graded", lambda *_: None)
