@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute, with_sliced_head
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.codec import fields_to_json, from_json
 from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.floor import Floor, GrowingTimes
 from dynapipe_ext.costs.model import (
@@ -98,19 +99,6 @@ class FrozenWeights:
     @property
     def _frozen(self) -> FloatArray:
         return 1.0 - np.array(self.trained_shares)[:, None]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields, without token and idle bytes if there are none, as files had them before these fields."""
-        always = ("trained_shares", "static_bytes")
-        return {name: list(values) for name in self.__slots__ if (values := getattr(self, name)) or name in always}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> FrozenWeights:
-        try:
-            more = {name: tuple(raw.get(name, ())) for name in ("token_bytes", "idle_bytes")}
-            return cls(tuple(raw["trained_shares"]), tuple(raw["static_bytes"]), **more)
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"costs of frozen weights {sorted(raw)} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,38 +194,29 @@ class FittedTimes:
             adjusted[name] = np.where((times[letter] == 0) | costs.infeasible, times[letter], new)
         return replace(costs, **adjusted)
 
-    def bound(self, costs: MicroBatchCosts, kind: Recompute) -> MicroBatchCosts:
+    def bound(self, costs: MicroBatchCosts, kinds: npt.NDArray[np.str_]) -> MicroBatchCosts:
         """Return times that never exceed the adjusted ones and are linear in the times before, scaled by the least
         factors that apply to a stage. (A stage that is recomputed is at least as slow as one that is not.)"""
-        kinds: tuple[Recompute, ...] = ("none", "stage") if kind == "none" else (kind,)
-        forward = [stage["F"].scale if "F" in stage else 1.0 for stage in self.corrections]
-        backward = [min(_backward_scale(stage, one) for one in kinds) for stage in self.corrections]
-        factors = {"forward_ns": forward, "backward_ns": backward, "weight_ns": backward}
-        scaled: dict[str, Any] = {
-            name: np.floor(np.array(factor)[:, None] * getattr(costs, name)).astype(np.int64)
-            for name, factor in factors.items()
-        }
-        return replace(costs, **scaled).refusing(costs.infeasible)
+        forward = np.array([[stage["F"].scale if "F" in stage else 1.0] for stage in self.corrections])
+        backward = np.ones(costs.forward_ns.shape)
+        for kind in {*kinds.tolist()}:
+            modes = ("none", "stage") if kind == "none" else (kind,)
+            factors = [[min(_backward_scale(stage, mode) for mode in modes)] for stage in self.corrections]
+            backward[:, kinds == kind] = factors
+        return replace(
+            costs,
+            forward_ns=np.floor(forward * costs.forward_ns).astype(np.int64),
+            backward_ns=np.floor(backward * costs.backward_ns).astype(np.int64),
+            weight_ns=np.floor(backward * costs.weight_ns).astype(np.int64),
+        ).refusing(costs.infeasible)
 
     @property
     def scales(self) -> list[float]:
         """The factors of all corrections, and 1 for what has none."""
         return [1.0, *(correction.scale for stage in self.corrections for correction in stage.values())]
 
-    def to_json(self) -> dict[str, Any]:
-        corrections = [{letter: list(astuple(one)) for letter, one in stage.items()} for stage in self.corrections]
-        return {"corrections": corrections}
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> FittedTimes:
-        try:
-            stages = tuple({letter: TimeCorrection(*one) for letter, one in of.items()} for of in raw["corrections"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"adapted costs {sorted(raw)} cannot be read: {error}: give what a run wrote") from error
-        return cls(stages)
-
-
-def _backward_scale(stage: StageCorrections, kind: Recompute) -> float:
+def _backward_scale(stage: StageCorrections, kind: str) -> float:
     """Return the least factor by which the corrections of a stage change B, I and W under a recomputation mode."""
     letters = "IW" if "I" in stage and "W" in stage else "B" if "B" in stage else ""
     return min((stage.get(f"{letter} {kind}", stage[letter]).scale for letter in letters), default=1.0)
@@ -360,9 +339,13 @@ class AdjustedCosts(CostModel):
 
     def _described(self) -> list[dict[str, Any]]:
         """Describe each adjustment, the first one first."""
-        fields = [one.to_json() if one else None for one in (self.frozen, self.fitted)]
-        fields += [{} if self.forward_only else None]
-        return [{"kind": kind, **own} for kind, own in zip(ADJUSTMENTS, fields, strict=True) if own is not None]
+        described: list[dict[str, Any]] = []
+        if self.frozen:  # as files were before they had the later fields
+            described.append({"kind": "frozen", **fields_to_json(self.frozen, ("token_bytes", "idle_bytes"))})
+        if self.fitted:
+            stages = [{name: list(astuple(one)) for name, one in of.items()} for of in self.fitted.corrections]
+            described.append({"kind": "adapted", "corrections": stages})
+        return [*described, {"kind": "forwards"}] if self.forward_only else described
 
     def to_json(self) -> dict[str, Any] | None:
         """Return each adjustment as JSON around what it adjusts, its "base"."""
@@ -388,14 +371,19 @@ def adjust(costs: CostModel, **changes: Any) -> CostModel:
 
 
 def adjustment_from_json(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the argument of `adjust` for JSON of one of `ADJUSTMENTS`."""
-    match raw["kind"]:
-        case "frozen":
-            return {"frozen": FrozenWeights.from_json(raw)}
-        case "adapted":
-            return {"fitted": FittedTimes.from_json(raw)}
-        case _:
-            return {"forward_only": True}
+    """Return the argument of `adjust` for JSON of one of `ADJUSTMENTS`. Raises ConfigError."""
+    fields = {name: value for name, value in raw.items() if name not in ("kind", "base")}
+    try:
+        match raw["kind"]:
+            case "frozen":
+                return {"frozen": from_json(FrozenWeights, fields)}
+            case "adapted":
+                stages = ({name: TimeCorrection(*one) for name, one in of.items()} for of in fields["corrections"])
+                return {"fitted": FittedTimes(tuple(stages))}
+            case _:
+                return {"forward_only": True}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{raw['kind']} costs {sorted(raw)} cannot be read: {error}: write them again") from error
 
 
 def fitted_times(costs: CostModel) -> FittedTimes | None:
@@ -404,8 +392,8 @@ def fitted_times(costs: CostModel) -> FittedTimes | None:
 
 
 @dataclass(frozen=True, slots=True)
-class LowestTimes:
-    """Prices of shapes by the `bound` of each adjustment."""
+class LowestTimes(CostModel):
+    """Prices by the `bound` of each adjustment."""
 
     costs: AdjustedCosts
 
@@ -413,15 +401,9 @@ class LowestTimes:
     def num_stages(self) -> int:
         return self.costs.num_stages
 
-    def evaluate_shapes(
-        self,
-        rows: npt.ArrayLike,
-        encoder_len: npt.ArrayLike,
-        decoder_len: npt.ArrayLike = 0,
-        recompute: Recompute = "none",
-    ) -> MicroBatchCosts:
+    def price(self, features: Features) -> MicroBatchCosts:
         prices, frozen, fitted = self.costs.prices, self.costs.frozen, self.costs.fitted
-        costs = prices.evaluate_shapes(rows, encoder_len, decoder_len, recompute)
+        costs = prices.price(features)
         if frozen:
-            costs = frozen.bound(costs, prices.evaluate_shapes(rows, encoder_len, decoder_len, "none"))
-        return fitted.bound(costs, recompute) if fitted else costs
+            costs = frozen.bound(costs, prices.price(features.with_recompute("none")))
+        return fitted.bound(costs, features.recompute) if fitted else costs

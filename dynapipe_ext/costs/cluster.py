@@ -1,4 +1,4 @@
-"""What a model is trained on: accelerators by name with their published figures, nodes and the links between them."""
+"""Hardware that a model is trained on: accelerators with their published figures, nodes and the links between them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from dynapipe_ext.errors import ConfigError
 
 Precision = Literal["bf16", "fp16", "fp32"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-_MOST_DEVICES = 1 << 17
-_MOST_GB, _MOST_BYTES_PER_S = 1e6, 1e15
+_MAX_DEVICES = 1 << 17
+_MAX_GB, _MAX_BYTES_PER_S = 1e6, 1e15
+# Figures of a cluster that are its device's, unless they are given.
+_PUBLISHED = (
+    "gpu_memory_gb", "reserved_gb", "efficiency", "intra_bytes_per_s", "inter_bytes_per_s", "host_bytes_per_s",
+)  # fmt: skip
 USUAL_HOST_GB_PER_DEVICE = 250.0  # NVIDIA DGX A100 640GB, H100, H200: 2 TB for 8 devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Published figures of one accelerator; links are bytes a second in one direction.
+    """Published figures of one accelerator; links are in bytes/s, one direction.
 
     `peak_flops_per_s`: dense rates, without sparsity, of 16-bit and of fp32 matrix products. `efficiency`: the share of
-    this rate that a layer's kernels reach; communication and bubbles are priced on their own. `is_fused`: kernels keep
+    this rate that a layer's kernels reach; communication and bubbles are priced separately. `is_fused`: kernels keep
     what Korthikanti et al. 2022 count. Plain operators keep more.
     """
 
@@ -36,7 +40,7 @@ class Device:
     reserved_gb: float
     is_fused: bool
     source: str
-    has_host: bool = True  # memory of a host beside its own
+    has_host: bool = True  # a host has memory in addition to its own
 
 
 def _device(name: str, peaks: tuple[float, float], **figures: float | str | bool) -> Device:
@@ -109,7 +113,7 @@ DEVICES: Mapping[str, Device] = {
 class Cluster:
     """`nodes` x `gpus_per_node` devices. Memory is in 10^9 bytes. `reserved_gb` of each device is left to the framework
     (contexts, communicators, fragmentation). `host_memory_gb` is that of one node; 0 means unknown, and the usual
-    amount is taken. Errors: ConfigError.
+    amount counts. Raises ConfigError.
     """
 
     device: Device
@@ -129,37 +133,27 @@ class Cluster:
         for name in ("nodes", "gpus_per_node"):
             if not 1 <= getattr(self, name) <= 1 << 16:
                 raise ConfigError(f"{name} is {getattr(self, name)} but must be 1 to 65,536: give the cluster's count")
-        if self.world_size > _MOST_DEVICES:
-            raise ConfigError(f"{self.nodes} x {self.gpus_per_node} devices are above {_MOST_DEVICES:,}: give fewer")
-        for name in ("gpu_memory_gb", "intra_bytes_per_s", "inter_bytes_per_s", "host_bytes_per_s"):
-            value, most = getattr(self, name), _MOST_GB if name.endswith("_gb") else _MOST_BYTES_PER_S
-            if not 0 < value <= most:
-                raise ConfigError(f"{name} is {value:g} but must be above 0, and at most {most:g}")
-        if not 0 <= self.reserved_gb < self.gpu_memory_gb:
+        if self.world_size > _MAX_DEVICES:
+            raise ConfigError(f"{self.nodes} x {self.gpus_per_node} devices are above {_MAX_DEVICES:,}: give fewer")
+        for name in (*_PUBLISHED, "host_memory_gb"):
+            value, max_value = getattr(self, name), _MAX_GB if name.endswith("_gb") else _MAX_BYTES_PER_S
+            may_be_0 = name in ("reserved_gb", "host_memory_gb")
+            if not 0 <= value <= max_value or not (value or may_be_0):
+                bound = "at least 0" if may_be_0 else "above 0"
+                raise ConfigError(f"{name} is {value:g} but must be {bound}, and at most {max_value:g}")
+        if self.reserved_gb >= self.gpu_memory_gb:
             raise ConfigError(
-                f"reserved_gb is {self.reserved_gb:g} of {self.gpu_memory_gb:g} GB of a device: give 0 or more, less"
-                " than it has"
+                f"reserved_gb is {self.reserved_gb:g} of {self.gpu_memory_gb:g} GB of a device: give less than it has"
             )
-        if not 0 < self.efficiency <= 1:
+        if self.efficiency > 1:
             raise ConfigError(f"efficiency is {self.efficiency:g} but is a share of the peak rate: give 0 to 1")
-        if not 0 <= self.host_memory_gb <= _MOST_GB:
-            raise ConfigError(
-                f"host_memory_gb is {self.host_memory_gb:g} but must be at least 0 (0: not known), at most {_MOST_GB:g}"
-            )
 
     @classmethod
     def of(cls, device: Device, *, nodes: int = 1, gpus_per_node: int = 8, **changed: float | None) -> Cluster:
-        """A cluster of this device. Published figures hold unless `changed` has another value (None: published)."""
-        figures = {
-            "gpu_memory_gb": device.memory_gb,
-            "reserved_gb": device.reserved_gb,
-            "efficiency": device.efficiency,
-            "intra_bytes_per_s": device.intra_bytes_per_s,
-            "inter_bytes_per_s": device.inter_bytes_per_s,
-            "host_bytes_per_s": device.host_bytes_per_s,
-        }
+        """Return a cluster of this device, with its published figures unless `changed` has another value than None."""
+        figures = {name: getattr(device, "memory_gb" if name == "gpu_memory_gb" else name) for name in _PUBLISHED}
         figures |= {name: float(value) for name, value in changed.items() if value is not None}
-        return cls(device=device, nodes=nodes, gpus_per_node=gpus_per_node, **figures)  # type: ignore[arg-type]
+        return cls(device=device, nodes=nodes, gpus_per_node=gpus_per_node, **figures)
 
     @property
     def world_size(self) -> int:
@@ -167,7 +161,7 @@ class Cluster:
 
     @property
     def usual_host_bytes(self) -> float:
-        """Memory of one node's host: the given figure, or that of published systems."""
+        """Memory of one node's host, or of the host of published systems if it is unknown."""
         return 1e9 * (self.host_memory_gb or USUAL_HOST_GB_PER_DEVICE * self.gpus_per_node)
 
     @property
@@ -184,11 +178,11 @@ class Cluster:
         )
 
     def flops_per_s(self, precision: Precision) -> float:
-        """The rate that a device reaches: its peak times its efficiency."""
+        """Return the rate that a device reaches: its peak times its efficiency."""
         return self.device.peak_flops_per_s[precision] * self.efficiency
 
     def group_link(self, stride: int, size: int) -> Link:
-        """The slowest link of a ring over `size` ranks that lie `stride` apart, starting at a multiple of their span.
+        """Return the slowest link of a ring over `size` ranks `stride` apart, starting at a multiple of their span.
 
         >>> cluster = Cluster.of(DEVICES["a100"], nodes=2, gpus_per_node=8)
         >>> [cluster.group_link(s, n).bytes_per_s / 1e9 for s, n in ((1, 8), (4, 2), (8, 2), (1, 3))]
