@@ -1,10 +1,6 @@
 // What the ranks of one replica hold as its micro-batches come and go, and whether they have memory for one more.
 #pragma once
 
-#include <algorithm>
-#include <utility>
-#include <vector>
-
 #include "track.hpp"
 
 namespace dynapipe {

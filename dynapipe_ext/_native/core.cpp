@@ -1,14 +1,4 @@
 // The hot loops of planning, for Python: every function checks its arguments and calls its header.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
-#include <array>
-#include <tuple>
-
 #include "arguments.hpp"
 #include "judge.hpp"
 #include "levelling.hpp"

@@ -1,9 +1,7 @@
 // The mean makespan of one order of actions over perturbed times.
 #pragma once
 
-#include <algorithm>
 #include <array>
-#include <vector>
 
 #include "state.hpp"
 

@@ -1,15 +1,10 @@
 // A schedule in time, and the bound of one machine.
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <functional>
 #include <limits>
 #include <numeric>
 #include <queue>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 #include "numbers.hpp"
 

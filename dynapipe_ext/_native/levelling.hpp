@@ -1,10 +1,6 @@
 // Cuts and replicas made even by what every rank has to do, before an order is simulated.
 #pragma once
 
-#include <algorithm>
-#include <utility>
-#include <vector>
-
 #include "moves.hpp"
 
 namespace dynapipe {

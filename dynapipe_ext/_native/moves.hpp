@@ -1,10 +1,6 @@
 // Random moves of a state, each of which can be undone.
 #pragma once
 
-#include <algorithm>
-#include <utility>
-#include <vector>
-
 #include "state.hpp"
 
 namespace dynapipe {

@@ -1,7 +1,10 @@
-// Types that all headers share.
+// What all headers share: types, and the library's algorithms and vectors.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace dynapipe {

@@ -1,9 +1,6 @@
 // Pieces of one sample: the order of their gradients, and what they need together.
 #pragma once
 
-#include <algorithm>
-#include <vector>
-
 #include "numbers.hpp"
 
 namespace dynapipe {

@@ -1,10 +1,6 @@
 // One replica's micro-batches in injection order, and the dispatch rules that order their actions.
 #pragma once
 
-#include <algorithm>
-#include <utility>
-#include <vector>
-
 #include "admission.hpp"
 
 namespace dynapipe {

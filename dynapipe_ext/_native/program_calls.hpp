@@ -1,12 +1,6 @@
 // What Python calls of schedules and programs: arguments are checked, and headers called.
 #pragma once
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
 #include "arguments.hpp"
 #include "judge.hpp"
 #include "programs.hpp"

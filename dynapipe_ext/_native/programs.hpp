@@ -1,15 +1,11 @@
 // Instructions of pipeline ranks as rows of integers: made from a schedule, and written as JSON.
 #pragma once
 
-#include <algorithm>
 #include <charconv>
-#include <cstddef>
 #include <functional>
 #include <queue>
 #include <stdexcept>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "numbers.hpp"
 

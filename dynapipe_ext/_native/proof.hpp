@@ -2,10 +2,7 @@
 // is wrong with those that can.
 #pragma once
 
-#include <algorithm>
 #include <optional>
-#include <utility>
-#include <vector>
 
 #include "programs.hpp"
 

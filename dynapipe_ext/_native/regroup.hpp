@@ -1,10 +1,7 @@
 // Samples exchanged between micro-batches of two sides.
 #pragma once
 
-#include <algorithm>
 #include <array>
-#include <cstdint>
-#include <vector>
 
 #include "state.hpp"
 

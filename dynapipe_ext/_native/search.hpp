@@ -3,7 +3,6 @@
 #pragma once
 
 #include <memory>
-#include <utility>
 
 #include "disturbed.hpp"
 #include "moves.hpp"

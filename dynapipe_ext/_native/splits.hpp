@@ -1,11 +1,6 @@
 // Prices of shapes from a measured grid, and the cheapest cuts of a sequence.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <utility>
-#include <vector>
-
 #include "numbers.hpp"
 
 namespace dynapipe {
