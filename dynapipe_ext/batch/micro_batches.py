@@ -185,16 +185,6 @@ def with_sliced_head(kinds: Sequence[Recompute]) -> tuple[Recompute, ...]:
     return tuple(kind for kind in ALL_RECOMPUTES if slices_head(kind) and _BODY[kind] in kinds)
 
 
-def rows_a_sample(samples: Sequence[SampleLength]) -> int:
-    """Return the rows that each sample takes if padded. Raises PlanError if only some are pairs."""
-    rows = {len(sample.documents) for sample in samples}
-    if len(rows) > 1:
-        raise PlanError(
-            "padded micro-batches are of pairs or of single documents, and this batch has both: separate them"
-        )
-    return rows.pop()
-
-
 def without_stage(recompute: Recompute) -> Recompute:
     """Return the mode under which layers and head run: they recompute nothing if the whole stage is recomputed.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
@@ -355,12 +354,6 @@ def json_fields(value: Any, *newer: str) -> dict[str, Any]:
     """Return the fields of a dataclass; the `newer` ones, which older files do not have, only if not at the default."""
     defaults = {field.name: field.default for field in fields(value)}
     return {name: one for name, one in asdict(value).items() if name not in newer or one != defaults[name]}
-
-
-@lru_cache(maxsize=64)  # the cost of every micro-batch asks for them
-def stage_layers_of(topology: Topology, num_layers: int) -> tuple[StageLayers, ...]:
-    """Return each stage's layers for a model with `num_layers` layers. Raises ConfigError as `with_layers`."""
-    return topology.with_layers(num_layers).stage_layers
 
 
 def widths_of(dp: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, rows_a_sample
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, PricesShapes, bottleneck
@@ -229,7 +229,10 @@ class _Table:
         stage_ranks: tuple[int, ...] | None,
         min_in_flight: int,
     ) -> None:
-        self.rows_a_sample = rows_a_sample(order)  # two of a pair
+        rows = {len(sample.documents) for sample in order}
+        if len(rows) > 1:
+            raise PlanError("padded micro-batches hold pairs or single documents, and this batch has both: split them")
+        self.rows_a_sample = rows.pop()  # two of a pair
         if self.rows_a_sample > 1:
             caps = replace(caps, max_tokens=caps.max_tokens and caps.max_tokens // self.rows_a_sample)
         self.costs, self.kinds, self.caps, self.stage_ranks = costs, kinds, caps, stage_ranks
