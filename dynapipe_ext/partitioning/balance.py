@@ -58,11 +58,8 @@ def _check(costs: Sequence[int], num_replicas: int, equal_counts: bool) -> None:
 
 
 def _longest_first(costs: Sequence[int], num_groups: int, most_items: int) -> list[list[int]]:
-    """Each item, largest first, into the group of least load with room; every group gets one of the first items.
-
-    Where groups must have equal counts (`most_items`) a second start is tried: of each `num_groups` items
-    in turn every group gets one, the largest where the load is least.
-    """
+    """Put each item, largest first, into the group of least load that has fewer than `most_items`; every group gets one
+    of the first items."""
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     groups = [[item] for item in order[:num_groups]]
     heap = [(costs[item], group) for group, item in enumerate(order[:num_groups]) if most_items > 1]
@@ -74,16 +71,7 @@ def _longest_first(costs: Sequence[int], num_groups: int, most_items: int) -> li
             heapq.heapreplace(heap, (load + costs[item], group))
         else:
             heapq.heappop(heap)
-    if most_items == len(costs):
-        return groups
-    rows: list[list[int]] = [[] for _ in range(num_groups)]
-    loads = [0] * num_groups
-    for start in range(0, len(order), num_groups):
-        by_load = sorted(range(num_groups), key=loads.__getitem__)
-        for group, item in zip(by_load, order[start : start + num_groups], strict=True):
-            rows[group].append(item)
-            loads[group] += costs[item]
-    return min(groups, rows, key=lambda one: _largest(one, costs))
+    return groups
 
 
 def _exchange(groups: list[list[int]], costs: Sequence[int], *, equal_counts: bool = False) -> list[list[int]]:
