@@ -172,7 +172,7 @@ def plan_json(
         shape["layers_per_stage"] = list(topology.layers_per_stage)
     if topology.vocabulary != "whole":
         shape["vocabulary"] = topology.vocabulary
-    replicas = [_replica_json(step_plan, d, in_flight_bytes, certificate) for d in range(len(step_plan.schedules))]
+    replicas = [_make_replica_json(step_plan, d, in_flight_bytes, certificate) for d in range(len(step_plan.schedules))]
     marked = {"forward_only": True} if step_plan.forward_only else {}
     plan = {"format": PLAN_FORMAT, "topology": shape, **marked, "replicas": replicas}
     if certificate is not None:
@@ -181,7 +181,7 @@ def plan_json(
     return plan
 
 
-def _replica_json(
+def _make_replica_json(
     step_plan: StepPlan, d: int, in_flight_bytes: Sequence[Sequence[int]] | None, certificate: Certificate | None
 ) -> dict[str, Any]:
     replica, schedule, prediction = step_plan.batch.replicas[d], step_plan.schedules[d], step_plan.predictions[d]
@@ -198,24 +198,24 @@ def _replica_json(
     body: dict[str, Any] = {"name": schedule.name, "stages": schedule.to_lines()}
     if schedule.stage_ranks != tuple(range(len(schedule.ranks))):
         body["placement"] = list(schedule.stage_ranks)
-    micro_batches = [_micro_batch_json(micro_batch) for micro_batch in replica.micro_batches]
+    micro_batches = [_make_micro_batch_json(micro_batch) for micro_batch in replica.micro_batches]
     return {"dp_rank": replica.dp_rank, "micro_batches": micro_batches, "schedule": body, "predicted": predicted}
 
 
 def _check_whole_samples(step_plan: StepPlan) -> None:
-    seen: set[int] = set()
+    indices: set[int] = set()
     for micro_batch in step_plan.batch.micro_batches:
         has_piece = micro_batch.attention == "carried"
         for sample in micro_batch.samples[1 if has_piece else 0 :]:
-            if sample.start or sample.index in seen:
+            if sample.start or sample.index in indices:
                 raise PlanError(
                     f"the plan cuts sample {sample.index} into pieces, which {PLAN_FORMAT} cannot hold: write plans of"
                     " another rule than fixed-rows, or of longer rows"
                 )
-            seen.add(sample.index)
+            indices.add(sample.index)
 
 
-def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
+def _make_micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
     samples, extra = micro_batch.samples, {}
     if micro_batch.attention == "carried":
         extra["carried"] = [samples[0].start, samples[0].start + samples[0].encoder]

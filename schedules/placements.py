@@ -105,10 +105,12 @@ class PlacementSearch:
         Several, because trials of little effort differ by chance as much as layers of which one moves.
         """
         best = self._try(even, _TRIAL_EFFORT)
-        trials, seen = [best], {even.layers_per_stage}
+        trials, tried_layers = [best], {even.layers_per_stage}
         for _ in range(_ROUNDS):
-            fresh = [t for t in _list_neighbours(best.topology, halves=self.halves) if t.layers_per_stage not in seen]
-            seen.update(topology.layers_per_stage for topology in fresh)
+            fresh = [
+                t for t in _list_neighbours(best.topology, halves=self.halves) if t.layers_per_stage not in tried_layers
+            ]
+            tried_layers.update(topology.layers_per_stage for topology in fresh)
             fresh.sort(key=self._measure_busiest)
             tried = [self._try(topology, _TRIAL_EFFORT) for topology in fresh[:_TRIED]]
             trials += tried

@@ -209,15 +209,15 @@ _Times = tuple[FloatArray, FloatArray, FloatArray, float]  # as in BatchFloor, b
 
 
 def _measure_padded(points: TablePoints, needs: FloatArray, counts: IntArray, memory_limit_bytes: int | None) -> _Times:
-    def least(tables: Sequence[PointTable], some: FloatArray) -> list[FloatArray]:
+    def find_least(tables: Sequence[PointTable], some: FloatArray) -> list[FloatArray]:
         place = points.place(some)
         fits = None if memory_limit_bytes is None else points.fits(place, memory_limit_bytes)
         return [table.least(place, fits) for table in tables]
 
     first, last = _find_extremes(needs, least=True), _find_extremes(needs, least=False)
-    work = [math.fsum(counts * values) for values in least(points.work, needs)]
-    heads, tails = (np.array([t.min() for t in least(tables, first)]) for tables in (points.head, points.tail))
-    return np.array(work)[list(points.work_of)], heads, tails, float(least([points.chain], last)[0].max())
+    work = [math.fsum(counts * values) for values in find_least(points.work, needs)]
+    heads, tails = (np.array([t.min() for t in find_least(tables, first)]) for tables in (points.head, points.tail))
+    return np.array(work)[list(points.work_of)], heads, tails, float(find_least([points.chain], last)[0].max())
 
 
 def _find_extremes(needs: FloatArray, *, least: bool) -> FloatArray:
@@ -242,18 +242,18 @@ def _measure_packed(
     lengths = np.stack(np.meshgrid(*points.axes, indexing="ij"), axis=-1).reshape(-1, 2)
     totals = (counts[:, None] * _list_features(needs)).sum(axis=0)  # whole numbers: exact in any order
 
-    def largest(table: PointTable, held: FloatArray, max_square_ns: float = math.inf) -> float:
+    def find_largest(table: PointTable, held: FloatArray, max_square_ns: float = math.inf) -> float:
         return _find_largest_price(lengths, table.values.min(axis=0).ravel(), held, points.has_decoder, max_square_ns)
 
     longest = [_list_features(need[None])[0] for need in _find_extremes(needs, least=False)]
     if attended_ns is None:
-        work = [largest(table, totals) for table in points.work]
+        work = [find_largest(table, totals) for table in points.work]
         work = [work[j] for j in points.work_of]
-        chain = max(largest(points.chain_of_row, held) for held in longest)
+        chain = max(find_largest(points.chain_of_row, held) for held in longest)
     else:
         ranks = [(points.work[j], attended / 2) for j, attended in zip(points.work_of, attended_ns, strict=True)]
-        work = [largest(table, totals, square) for table, square in ranks]
-        chain = max(largest(table, held, square) for (table, square), held in product(ranks, longest))
+        work = [find_largest(table, totals, square) for table, square in ranks]
+        chain = max(find_largest(table, held, square) for (table, square), held in product(ranks, longest))
     heads, tails = (np.array([table.values.min() for table in tables]) for tables in (points.head, points.tail))
     return np.array(work), heads, tails, chain
 
@@ -350,13 +350,13 @@ class Certificate:
     @property
     def gap(self) -> float | None:
         """Makespan over `bound_ns`, less 1; None for an empty step."""
-        return _gap(self.makespan_ns, self.bound_ns)
+        return _compute_gap(self.makespan_ns, self.bound_ns)
 
     @property
     def batch_gap(self) -> float | None:
         """Makespan over `batch_ns`, less 1; None without that bound."""
-        return _gap(self.makespan_ns, self.batch_ns)
+        return _compute_gap(self.makespan_ns, self.batch_ns)
 
 
-def _gap(makespan_ns: int, bound_ns: int | None) -> float | None:
+def _compute_gap(makespan_ns: int, bound_ns: int | None) -> float | None:
     return makespan_ns / bound_ns - 1 if bound_ns else None

@@ -102,10 +102,10 @@ def simulate_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list
     action at which each of them is blocked.
     """
     _check_costs(schedule, costs)
-    return _run(schedule, *_times(costs))
+    return _run(schedule, *_list_times(costs))
 
 
-def _times(costs: MicroBatchCosts) -> tuple[IntArray, ...]:
+def _list_times(costs: MicroBatchCosts) -> tuple[IntArray, ...]:
     check_range(costs.forward_ns, costs.backward_ns, costs.transfer_ns)
     return costs.forward_ns, costs.backward_ns, costs.input_ns, costs.weight_ns, costs.transfer_ns
 
@@ -222,7 +222,7 @@ def simulate(
     simulate_ns.
     """
     spans = simulate_ns(schedule, costs) if spans is None else spans
-    times = dict(zip(_KINDS, _times(costs), strict=False))
+    times = dict(zip(_KINDS, _list_times(costs), strict=False))
     rows = []
     for rank, held in enumerate(sum_static_bytes(schedule, costs)):
         for index, (action, (start, end)) in enumerate(zip(schedule.ranks[rank], spans[rank], strict=True)):
@@ -319,7 +319,7 @@ def simulate_shared_ns(
     ranks: list[tuple[int, Sequence[TimedAction]]] = []
     for d, (schedule, costs) in enumerate(replicas):
         _check_costs(schedule, costs)
-        steps = _call_core(native.timed_steps, schedule, schedule.stage_ranks, _times(costs))
+        steps = _call_core(native.timed_steps, schedule, schedule.stage_ranks, _list_times(costs))
         ranks += [(d, own) for own in steps]
     ran = _run_shared(ranks, cores)
     replica_spans = []

@@ -53,8 +53,8 @@ def interleaved_1f1b(
     Micro-batches go in rounds: a rank runs a round on its first stage, then on its second, and so on; backwards from
     its last stage to its first. Rank r begins with 2(p - 1 - r) + (v - 1) x (size of a round) forwards. If p divides M,
     a round has p micro-batches, as in the paper. Otherwise there are max(1, M div p) rounds as equal as possible, the
-    larger ones first (a round of less than p would leave the ranks waiting for each other, or for ever): for M >= p
-    the bubble is (p - 1)(F + B) of one stage, for any M. With one stage per rank it is plain 1F1B.
+    larger ones first. A round of less than p would leave the ranks waiting for each other, or for ever. For M >= p the
+    bubble is (p - 1)(F + B) of one stage. With one stage per rank it is plain 1F1B.
 
     Raises PlanError for less than one rank, micro-batch or stage per rank.
 

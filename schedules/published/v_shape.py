@@ -66,12 +66,12 @@ def _list_zb_v_actions(rank: int, num_ranks: int, num: int) -> list[Action]:
 def v_half(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
     """Use about half the memory of 1F1B (V-Half).
 
-    A rank holds at most 2 floor((p + 2) / 2) activations of its stages, that is floor((p + 2) / 2) micro-batches; with
+    A rank holds at most 2 floor((p + 2) / 2) activations of its stages, that is floor((p + 2) / 2) micro-batches. With
     F = I = W and M >= p the bubble is at most 3p passes of half a rank, half of 1F1B's. Both are the authors' figures.
 
     The building block (six passes of one micro-batch on each rank, repeated every six slots) is the paper's. The slots
     that it leaves free in warm-up and cool-down are filled by the paper's means, squeezing and reordering under the
-    block's own peak memory: each pass moves to the earliest free slot after its input at which no peak grows, then W
+    block's own peak memory. Each pass moves to the earliest free slot after its input at which no peak grows, then W
     goes where a rank waits. Raises PlanError for less than one rank or micro-batch.
 
     >>> for line in v_half(2, 3).to_lines(): print(*line)

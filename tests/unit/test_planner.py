@@ -70,8 +70,8 @@ def test_a_plan_that_leaves_out_a_sample_is_not_given(monkeypatch: pytest.Monkey
 
 
 def test_starts_are_tried_in_threads_where_there_are_cores_with_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = [SampleLength(i, 100 + 37 * i % 90, 5 + 53 * i % 70) for i in range(9)]
-    planner = Planner(Topology(pp=2, dp=2), COSTS, 1e9, effort=400)
+    samples = [SampleLength(i, 100 + 37 * i % 90) for i in range(40)]
+    planner = Planner(Topology(pp=2, dp=2), COSTS, 1e9, layout="packed", effort=400)
     plans, pools = [], []
     made = optimizer.ThreadPoolExecutor
 
