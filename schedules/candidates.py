@@ -32,7 +32,7 @@ from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 from dynapipe_ext.schedules.search.flow_shop import order_forwards
 from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Replicas, StepProblem
-from dynapipe_ext.schedules.step_plan import StepPlan, predict, price_replicas, share_identical_replicas
+from dynapipe_ext.schedules.step_plan import StepPlan, predict, price_replicas
 
 Schedules = tuple[PipelineSchedule, ...]
 
@@ -239,7 +239,7 @@ def refit(problem: StepProblem, before: StepPlan) -> StepPlan:
         changed = zip(over, fitting, new_schedules, price_replicas(problem.costs, fitting), strict=True)
         for d, micro_batches, schedule, costs in changed:
             replicas[d], schedules[d], priced[d] = micro_batches, schedule, costs
-    return predict_step(problem, replicas, schedules, priced, step=before.batch.step, like=before)
+    return predict_step(problem, replicas, schedules, priced, step=before.batch.step)
 
 
 def plan_forwards(problem: StepProblem, replicas: Replicas, step: int) -> StepPlan:
@@ -288,15 +288,12 @@ def _reorder_in_rounds(problem: StepProblem, plan: StepPlan) -> StepPlan:
     if not problem.topology.is_interleaved or plan.forward_only or plan.cores is not None or is_split:
         return plan
     limit_bytes, noise = problem.limit_bytes, problem.rules.noise
-    made: dict[int, PipelineSchedule] = {}  # by costs object, as identical replicas share one
-    for schedule, costs in zip(plan.schedules, plan.costs, strict=True):
-        if id(costs) not in made:
-            made[id(costs)] = reorder_in_rounds(schedule, costs, limit_bytes, noise)
-    schedules = tuple(made[id(costs)] for costs in plan.costs)
+    pairs = zip(plan.schedules, plan.costs, strict=True)
+    schedules = tuple(reorder_in_rounds(*pair, limit_bytes, noise) for pair in pairs)
     if schedules == plan.schedules:
         return plan
     replicas = [list(replica.micro_batches) for replica in plan.batch.replicas]
-    return predict_step(problem, replicas, schedules, plan.costs, step=plan.batch.step, like=plan)
+    return predict_step(problem, replicas, schedules, plan.costs, step=plan.batch.step)
 
 
 def reorder_in_rounds(
@@ -339,14 +336,12 @@ def predict_step(
     priced: Sequence[MicroBatchCosts] | None = None,
     *,
     step: int,
-    like: StepPlan | None = None,
 ) -> StepPlan:
     """Return the plan with its predictions, without bounds."""
     priced = tuple(priced or price_replicas(problem.costs, replicas))
-    shared, priced = share_identical_replicas(replicas, schedules, priced)
     limit, cores, rules = problem.limit_bytes, problem.cores, problem.rules
-    predictions = predict(replicas, shared, priced, cores=cores, memory_limit_bytes=limit, like=like)
+    predictions = predict(replicas, schedules, priced, cores=cores, memory_limit_bytes=limit)
     plans = tuple(ReplicaPlan(d, tuple(micro_batches)) for d, micro_batches in enumerate(replicas))
     width = problem.topology.width
     batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=rules.loss_norm, seed=problem.seed, width=width)
-    return StepPlan(batch, shared, predictions, priced, cores)
+    return StepPlan(batch, tuple(schedules), predictions, priced, cores)

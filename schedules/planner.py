@@ -25,7 +25,7 @@ from dynapipe_ext.schedules.candidates import REFIT_SHARE, plan_fastest, plan_fo
 from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 from dynapipe_ext.schedules.planner_checks import check_pieces, check_types, check_values, name_costs
 from dynapipe_ext.schedules.search.proposals import StepProblem
-from dynapipe_ext.schedules.step_plan import StepPlan, certify, least_ns
+from dynapipe_ext.schedules.step_plan import StepPlan, bound_batch_ns, certify
 from dynapipe_ext.settings.plan_rules import PlanRules, check_placed, check_rules
 
 
@@ -203,7 +203,7 @@ class Planner(PlanRules):
         pieces = piece_sizes(problem.rules.pieces, longest, problem.rules.max_tokens)
         if self.schedule == "adaptive" and not pieces and not self.forward_only:
             with suppress(PlanError):  # these micro-batches do not fit; others may
-                return self._certify(refit(problem, plan), samples, like=plan)
+                return self._certify(refit(problem, plan), samples)
         return self._plan(samples, plan.batch.step, reserve_bytes)
 
     def forwards_like(self, plan: StepPlan) -> StepPlan:
@@ -232,14 +232,14 @@ class Planner(PlanRules):
         problems = [self._problem_at(width, reserve_bytes) for width in self.allowed_widths]
         return self._certify(plan_fastest(problems, samples, step), samples)
 
-    def _certify(self, plan: StepPlan, samples: Sequence[SampleLength], like: StepPlan | None = None) -> StepPlan:
+    def _certify(self, plan: StepPlan, samples: Sequence[SampleLength]) -> StepPlan:
         """Return the plan with the bounds of these samples; that of the whole batch holds for all widths."""
         check_cover(plan.batch, samples)
         limit, ranks = int(self.memory_limit_bytes), self.topology.stage_ranks
-        certificate = certify(plan, self._costs[plan.width], samples, memory_limit_bytes=limit, like=like)
+        certificate = certify(plan, self._costs[plan.width], samples, memory_limit_bytes=limit)
         if self.widths:
             replicas = {width: self.topology.at_width(width).num_replicas for width in self.widths}
-            bounds = [least_ns(plan, self._costs[w], samples, ranks, dp, limit) for w, dp in replicas.items()]
+            bounds = [bound_batch_ns(plan, self._costs[w], samples, ranks, dp, limit) for w, dp in replicas.items()]
             known = [bound for bound in bounds if bound is not None]
             certificate = replace(certificate, batch_ns=min(known) if len(known) == len(bounds) else None)
         predictions = tuple(

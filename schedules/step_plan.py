@@ -10,7 +10,7 @@ from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, Replic
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.evaluation.bounds import Certificate, ReplicaBounds, bound_replica, find_batch_floor
+from dynapipe_ext.schedules.evaluation.bounds import Certificate, bound_replica, find_batch_floor
 from dynapipe_ext.schedules.evaluation.simulate import (
     SharedCores,
     SpanNs,
@@ -40,14 +40,14 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a Planner returns for one global batch; entry d of each tuple belongs to replica d.
+    """A planned global batch; entry d of each tuple belongs to replica d.
 
     `costs`: of the replica's micro-batches, evaluated once for all that judge, lower or show the plan.
-    `predictions`: of the schedule alone. Buffers in flight are not in them: they come with its instructions.
+    `predictions`: of the schedule only. Buffers in flight are not in them: they come with its instructions.
     `cores`: the cores that the predicted ranks share; None: each has one, or a device, of its own.
-    `certificate`: the bounds of the whole step; None before `certify`.
+    `certificate`: the bounds of the step; None before `certify`.
 
-    Errors: PlanError where some replicas run forwards alone and others do not.
+    Raises PlanError if some replicas are forward-only and others are not.
     """
 
     batch: GlobalBatchPlan
@@ -59,11 +59,10 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         if len({schedule.forward_only for schedule in self.schedules}) > 1:
-            raise PlanError("some replicas run forwards alone and others do not: plan all of a step alike")
+            raise PlanError("some replicas are forward-only and others are not: plan all of a step alike")
 
     @property
     def forward_only(self) -> bool:
-        """Whether the step is one of forwards alone, on all replicas."""
         return self.schedules[0].forward_only
 
     @property
@@ -74,7 +73,7 @@ class StepPlan:
     @property
     def traces(self) -> tuple[Trace, ...]:
         """Each replica's step, simulated; one track a pipeline rank."""
-        spans = step_spans(self.schedules, self.costs, self.cores)
+        spans = simulate_step(self.schedules, self.costs, self.cores)
         return tuple(simulate(*replica) for replica in zip(self.schedules, self.costs, spans, strict=True))
 
     @property
@@ -87,8 +86,7 @@ class StepPlan:
         return self.makespan_ns / 1e9
 
     def mean_makespan_ns(self, noise: float) -> int:
-        """What plans are compared by under noise: the largest of the replicas' means over disturbed times; without
-        noise the predicted makespan."""
+        """Return the largest of the replicas' mean makespans over disturbed times; without noise the predicted one."""
         if not noise:
             return self.makespan_ns
         priced = zip(self.schedules, self.costs, strict=True)
@@ -118,24 +116,6 @@ def price_replicas(costs: CostModel, replicas: Iterable[Sequence[MicroBatch]]) -
     return tuple(priced.take(range(first, end)) for first, end in pairwise(ends))
 
 
-def share_identical_replicas(
-    replicas: Sequence[Sequence[MicroBatch]], schedules: Sequence[PipelineSchedule], costs: ReplicaCosts
-) -> tuple[tuple[PipelineSchedule, ...], ReplicaCosts]:
-    """Return the schedules and costs, one object each for replicas that do the same in the same order.
-
-    A costs object then belongs to one schedule, so that identical replicas are judged once.
-    """
-    first: dict[tuple[object, ...], list[tuple[PipelineSchedule, MicroBatchCosts]]] = {}
-    shared = []
-    for micro_batches, schedule, priced in zip(replicas, schedules, costs, strict=True):
-        alike = first.setdefault((priced.digest(), sample_pieces(micro_batches)), [])
-        pair = next((one for one in alike if one[0] == schedule), None)
-        if pair is None:
-            alike.append(pair := (schedule, priced))
-        shared.append(pair)
-    return tuple(schedule for schedule, _ in shared), tuple(priced for _, priced in shared)
-
-
 def predict(
     replicas: Sequence[Sequence[MicroBatch]],
     schedules: Sequence[PipelineSchedule],
@@ -143,100 +123,63 @@ def predict(
     *,
     cores: SharedCores | None,
     memory_limit_bytes: int | None,
-    like: StepPlan | None = None,
 ) -> tuple[Prediction, ...]:
     """Validate and simulate each replica's step, and return their predictions, without lower bounds.
 
-    Unless ranks share cores, a replica with the very schedule and costs objects of another one, or of one in the plan
-    `like`, has the prediction of that one.
-
     Raises PlanError for a schedule that cannot run, or exceeds the limit (None: there is none).
     """
-    keys: list[tuple[int, ...]] = [
-        (id(schedule), id(priced)) for schedule, priced in zip(schedules, costs, strict=True)
-    ]
-    predictions: dict[tuple[int, ...], Prediction] = {}
-    if cores is not None:
-        keys = [(d,) for d in range(len(keys))]
-    elif like is not None:
-        before = zip(like.schedules, like.costs, like.predictions, strict=True)
-        predictions = {(id(schedule), id(priced)): one for schedule, priced, one in before}
-    fresh: dict[tuple[int, ...], int] = {}
-    for d, key in enumerate(keys):
-        if key not in predictions:
-            fresh.setdefault(key, d)
     peaks = []
-    for d in fresh.values():
-        validate(schedules[d], len(replicas[d]), sample_pieces(replicas[d]), progress=False)
-        peaks.append(held := compute_peak_bytes(schedules[d], costs[d]))
+    for d, (micro_batches, schedule, priced) in enumerate(zip(replicas, schedules, costs, strict=True)):
+        validate(schedule, len(micro_batches), sample_pieces(micro_batches), progress=False)
+        peaks.append(held := compute_peak_bytes(schedule, priced))
         if memory_limit_bytes is not None and max(held) > memory_limit_bytes:
             raise PlanError(
-                f"replica {d}: {schedules[d].name} needs {max(held)} B on pipeline rank {held.index(max(held))} but the"
+                f"replica {d}: {schedule.name} needs {max(held)} B on pipeline rank {held.index(max(held))} but the"
                 f" limit is {memory_limit_bytes} B: use the adaptive schedule, smaller micro-batches, recomputation or"
                 " more tp"
             )
-    timed = step_spans([schedules[d] for d in fresh.values()], [costs[d] for d in fresh.values()], cores)
-    for key, spans, held in zip(fresh, timed, peaks, strict=True):
-        end_ns, bubble = find_last_end_ns(spans), compute_bubble_ratio(spans)
-        predictions[key] = Prediction(makespan_ns=end_ns, lower_bound_ns=0, peak_bytes=held, bubble_ratio=bubble)
-    return tuple(map(predictions.__getitem__, keys))
+    return tuple(
+        Prediction(
+            makespan_ns=find_last_end_ns(spans),
+            lower_bound_ns=0,
+            peak_bytes=held,
+            bubble_ratio=compute_bubble_ratio(spans),
+        )
+        for spans, held in zip(simulate_step(schedules, costs, cores), peaks, strict=True)
+    )
 
 
 def plan_of_schedule(
     schedule: PipelineSchedule, micro_batches: Sequence[MicroBatch], costs: MicroBatchCosts, *, step: int = 0
 ) -> StepPlan:
-    """A step of one replica under a schedule that exists already, without lower bounds."""
+    """Return a step of one replica under a schedule that exists already, without lower bounds."""
     predictions = predict([micro_batches], [schedule], [costs], cores=None, memory_limit_bytes=None)
     batch = GlobalBatchPlan(step=step, replicas=(ReplicaPlan(0, tuple(micro_batches)),))
     return StepPlan(batch, (schedule,), predictions, (costs,))
 
 
-def step_spans(
+def simulate_step(
     schedules: Sequence[PipelineSchedule], costs: Sequence[MicroBatchCosts], cores: SharedCores | None
 ) -> tuple[list[list[SpanNs]], ...]:
-    """When each replica's actions run (`simulate_ns`), on ranks that share `cores` or (None) have one each."""
+    """Return when each replica's actions run (`simulate_ns`), on ranks that share `cores` or (None) have one each."""
     replicas = list(zip(schedules, costs, strict=True))
-    if cores is not None:
-        return simulate_shared_ns(replicas, cores)
-    by_objects: dict[tuple[int, int], list[list[SpanNs]]] = {}  # twins are simulated once
-    for schedule, priced in replicas:
-        if (pair := (id(schedule), id(priced))) not in by_objects:
-            by_objects[pair] = simulate_ns(schedule, priced)
-    return tuple(by_objects[id(schedule), id(priced)] for schedule, priced in replicas)
+    return tuple(simulate_ns(*one) for one in replicas) if cores is None else simulate_shared_ns(replicas, cores)
 
 
 def certify(
-    step_plan: StepPlan,
-    costs: CostModel,
-    samples: Sequence[SampleLength],
-    *,
-    memory_limit_bytes: int | None = None,
-    like: StepPlan | None = None,
+    step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength], *, memory_limit_bytes: int | None = None
 ) -> Certificate:
-    """The certificate of a plan of `samples` under `costs`. Without a limit there is no byte-time bound, and the batch
-    bound is that without a limit.
+    """Return the certificate of a plan of `samples` under `costs`. Without a limit there is no byte-time bound, and the
+    batch bound is that without a limit.
 
-    A replica with the very schedule and costs objects of the plan `like`, certified under the same limit, keeps the
-    bounds from there.
-
-    Errors: PlanError if the weights alone exceed the limit, or a bound is above the makespan (a defect, never a plan).
+    Raises PlanError if the weights alone exceed the limit, or a bound is above the makespan (a defect, never a plan).
     """
-    by_objects: dict[tuple[int, int], ReplicaBounds] = {}  # of schedule and costs, which twins share
-    if like is not None and like.certificate is not None:
-        before = zip(like.schedules, like.costs, like.certificate.replicas, strict=True)
-        by_objects = {(id(schedule), id(priced)): bounds for schedule, priced, bounds in before}
-    pairs = list(zip(step_plan.schedules, step_plan.costs, strict=True))
-    for schedule, priced in pairs:
-        if (pair := (id(schedule), id(priced))) not in by_objects:
-            by_objects[pair] = bound_replica(
-                schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes
-            )
-    replicas = tuple(by_objects[id(schedule), id(priced)] for schedule, priced in pairs)
-    ranks, dp = step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
+    pairs = zip(step_plan.schedules, step_plan.costs, strict=True)
+    limit, ranks, dp = memory_limit_bytes, step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
     certificate = Certificate(
-        makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),
-        replicas=replicas,
-        batch_ns=least_ns(step_plan, costs, samples, ranks, dp, memory_limit_bytes),
+        makespan_ns=step_plan.makespan_ns,
+        replicas=tuple(bound_replica(*pair, split=pair[0].is_split, memory_limit_bytes=limit) for pair in pairs),
+        batch_ns=bound_batch_ns(step_plan, costs, samples, ranks, dp, limit),
     )
     for name, bound_ns in (("these micro-batches", certificate.bound_ns), ("this batch", certificate.batch_ns or 0)):
         if bound_ns > certificate.makespan_ns:
@@ -248,13 +191,13 @@ def certify(
 
 
 def free_batch_ns(step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength]) -> int | None:
-    """A certificate's `free_batch_ns`: all work on one rank, over the number of ranks."""
+    """Return a certificate's `free_batch_ns`: all work on one rank, over the number of ranks."""
     ranks = step_plan.schedules[0].stage_ranks
-    work_ns = least_ns(step_plan, costs, samples, (0,) * len(ranks), 1, None)
+    work_ns = bound_batch_ns(step_plan, costs, samples, (0,) * len(ranks), 1, None)
     return None if work_ns is None else work_ns // (len(set(ranks)) * len(step_plan.schedules))
 
 
-def least_ns(
+def bound_batch_ns(
     step_plan: StepPlan,
     costs: CostModel,
     samples: Sequence[SampleLength],
@@ -262,8 +205,8 @@ def least_ns(
     dp: int,
     memory_limit_bytes: int | None,
 ) -> int | None:
-    """The floor of all plans of the kind of this one (see `Certificate.batch_ns`), on these ranks; `costs` are of one
-    rank of each of `dp` replicas."""
+    """Return the lower bound of all plans like this one (see `Certificate.batch_ns`) on these ranks; `costs` are of one
+    rank of each of `dp` replicas. None if no bound is known."""
     micro_batches = step_plan.batch.micro_batches
     pieces = any(m.attention == "carried" for m in micro_batches)
     if not pieces and sum(len(m.samples) for m in micro_batches) != len(samples):

@@ -24,7 +24,7 @@ from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.published.by_name import make_schedule_of_costs
-from dynapipe_ext.schedules.step_plan import StepPlan, predict, price_replicas, share_identical_replicas
+from dynapipe_ext.schedules.step_plan import StepPlan, predict, price_replicas
 from dynapipe_ext.settings.plan_rules import ScheduleName
 
 FEW_BYTES = ActivationFormat(4)  # per token of a message, so that buffers in flight hardly count
@@ -52,7 +52,6 @@ def step_of_replicas(
     replicas = [list(micro_batches) for micro_batches in replicas]
     priced = price_replicas(costs, replicas)
     made = tuple(map(schedules, priced)) if callable(schedules) else tuple(schedules)
-    made, priced = share_identical_replicas(replicas, made, priced)
     predictions = predict(replicas, made, priced, cores=None, memory_limit_bytes=limit_bytes)
     plans = tuple(ReplicaPlan(dp_rank, tuple(micro_batches)) for dp_rank, micro_batches in enumerate(replicas))
     step_plan = StepPlan(GlobalBatchPlan(step=0, replicas=plans), made, predictions, priced)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +13,14 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_lengths
-from dynapipe_ext.batch.topology import ActivationFormat, Topology
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.evaluation.bounds import Certificate
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predict
+from dynapipe_ext.schedules.step_plan import certify, free_batch_ns
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.show.plan import certificate_of_file
 from tests.support.limits import LIMIT_S
@@ -109,22 +108,3 @@ def test_a_plan_of_cut_samples_has_no_batch_bound() -> None:
     cut = replace(plan, batch=pieces)
     assert certify(plan, planner.costs, [SampleLength(0, 20, 0, 20)]).batch_ns is not None
     assert certify(cut, planner.costs, [SampleLength(0, 20, 0, 20)]).batch_ns is None
-
-
-def test_replicas_that_do_the_same_are_judged_once_and_alike() -> None:
-    """Four replicas of equal samples, whose schedule and costs are one object each; a shorter sample parts one."""
-    planner = Planner(Topology(pp=2, dp=4), TokenCosts(2), 10**6, format=ActivationFormat(8), effort=50)
-    samples = [SampleLength(i, 64) for i in range(16)]
-    plan = planner.plan(samples)
-    assert len({*map(id, plan.costs)}) == len({*map(id, plan.schedules)}) == 1
-    schedules, costs = (tuple(map(deepcopy, given)) for given in (plan.schedules, plan.costs))
-    apart = replace(plan, schedules=schedules, costs=costs)
-    assert certify(apart, planner.costs, samples, memory_limit_bytes=10**6) == plan.certificate
-    anew = predict(_micro_batches(plan), schedules, costs, cores=None, memory_limit_bytes=10**6)
-    assert anew == tuple(replace(prediction, lower_bound_ns=0) for prediction in plan.predictions)
-    uneven = planner.plan([*samples[:-1], SampleLength(15, 24)])
-    assert len({*map(id, uneven.costs)}) == 2
-
-
-def _micro_batches(plan: StepPlan) -> list[tuple[MicroBatch, ...]]:
-    return [replica.micro_batches for replica in plan.batch.replicas]
