@@ -296,7 +296,12 @@ class CostModel:
         """
         features = Features.of(micro_batches)
         if features.pieces is not None and not self.facts.prices_pieces:
-            refuse_carried(micro_batches, f"these {type(self).__name__}")
+            piece = next(m.samples[0] for m in micro_batches if m.attention == "carried")
+            raise PlanError(
+                f"a micro-batch carries positions {piece.start} to {piece.start + piece.encoder} of sample"
+                f" {piece.index}, but these {type(self).__name__} have no price for pieces: plan whole samples, or take"
+                " AnalyticCosts or a table with pieces (`dynapipe profile`)"
+            )
         costs = self.price(features)
         for index in np.flatnonzero(costs.infeasible).tolist():
             if reason := self.explain_refusal(micro_batches[index]):
@@ -418,7 +423,15 @@ class UserCosts(CostModel):
         try:
             return self.evaluate(micro_batches)
         except PlanError:
-            return evaluate_each(self.prices, micro_batches)
+            return self._evaluate_each(micro_batches)
+
+    def _evaluate_each(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        """Price each micro-batch by itself; one that is rejected costs INFEASIBLE."""
+        has_price = [not self.explain_refusal(m) for m in micro_batches]
+        priced = [m for m, is_priced in zip(micro_batches, has_price, strict=True) if is_priced]
+        costs = self.prices.evaluate(priced or [MicroBatch((SampleLength(0, 1),))])
+        columns = np.minimum(np.cumsum([0, *has_price])[:-1], costs.num_micro_batches - 1)
+        return costs.take(columns).refusing(~np.array(has_price))
 
     def at_width(self, width: int) -> Self:
         if width > 1:
@@ -436,38 +449,12 @@ def no_width(who: str, width: int) -> ConfigError:
     )
 
 
-def evaluate_each(costs: PricesMicroBatches, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-    """Each micro-batch priced alone; one that is refused costs INFEASIBLE."""
-    columns: list[MicroBatchCosts | None] = []
-    for m in micro_batches:
-        try:
-            columns.append(costs.evaluate([m]))
-        except PlanError:
-            columns.append(None)
-    like = next((one for one in columns if one is not None), None)
-    like = like or costs.evaluate([MicroBatch((SampleLength(0, 1),))])
-    never = like.take([0]).refusing(np.ones(1, bool))
-    return MicroBatchCosts.join([never if one is None else one for one in columns], like=like)
-
-
 def check_tax(tax: float) -> None:
     """Errors: ConfigError for a share of computing that cannot be."""
     if not isinstance(tax, int | float) or not 0 <= tax <= 100:
         raise ConfigError(
             f"width_tax is {tax!r} but is what a block's exchanges take over its computing: give 0 to 100"
         )
-
-
-def refuse_carried(micro_batches: Sequence[MicroBatch], who: str) -> None:
-    """Raises PlanError for a micro-batch with a piece of a long sample."""
-    for m in micro_batches:
-        if m.attention == "carried":
-            piece = m.samples[0]
-            raise PlanError(
-                f"a micro-batch carries positions {piece.start} to {piece.start + piece.encoder} of sample"
-                f" {piece.index}, but {who} have no price for pieces: plan whole samples (pieces off), or price by"
-                " counted costs (AnalyticCosts) or a table with pieces (`dynapipe profile`)"
-            )
 
 
 def growing_times(

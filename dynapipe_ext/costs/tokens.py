@@ -10,6 +10,7 @@ import numpy as np
 
 from dynapipe_ext.batch.micro_batches import refused_length
 from dynapipe_ext.batch.topology import ActivationFormat, widths_of
+from dynapipe_ext.costs.codec import fields_to_json, from_json
 from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.model import (
@@ -57,12 +58,11 @@ class TokenCosts(CostModel):
     width_tax: float = UNCOUNTED_TAX
 
     def __post_init__(self) -> None:
-        for name in (one.name for one in fields(self)):
-            value = getattr(self, name)
-            if isinstance(value, np.ndarray | np.generic):
-                object.__setattr__(self, name, value := value.tolist())
-            if name == "stage_scale" and isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
+        for one in fields(self):
+            value = getattr(self, one.name)
+            value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+            is_listed = one.name == "stage_scale" and isinstance(value, list)
+            object.__setattr__(self, one.name, tuple(value) if is_listed else value)
         if type(self.num_stages) is not int or self.num_stages < 1:
             raise ConfigError(f"num_stages is {short(self.num_stages)} but must be an integer of at least 1")
         for name, value in asdict(self).items():
@@ -86,7 +86,6 @@ class TokenCosts(CostModel):
         return ModelFacts(activation_format=form, prices_pieces=True, width=self.width)
 
     def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> GrowingTimes:
-        """For bounds over all plans."""
         return growing_times(least or self, split=split)
 
     def at_width(self, width: int) -> TokenCosts:
@@ -123,14 +122,12 @@ class TokenCosts(CostModel):
         ).keeping_inputs(recompute == "stage")
 
     def to_json(self) -> dict[str, Any]:
-        usual = (("width", 1), ("width_tax", UNCOUNTED_TAX))
-        own = dict(item for item in asdict(self).items() if item not in usual)
-        return {"kind": "tokens", **own, "stage_scale": list(self.stage_scale)}
+        return {"kind": "tokens", **fields_to_json(self, ("width", "width_tax"))}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> TokenCosts:
-        fields = {key: value for key, value in raw.items() if key != "kind"}
+        """Return the costs that `to_json` wrote. Raises ConfigError for other content."""
         try:
-            return cls(**{**fields, "stage_scale": tuple(fields.get("stage_scale", ()))})
+            return from_json(cls, {name: value for name, value in raw.items() if name != "kind"})
         except TypeError as error:
-            raise ConfigError(f"token costs {sorted(fields)} cannot be read: {error}") from error
+            raise ConfigError(f"token costs {sorted(raw)} cannot be read: {error}") from error
