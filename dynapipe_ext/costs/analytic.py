@@ -546,8 +546,8 @@ class AnalyticCosts(CostModel):
         gathered = (2 * values * block.kept_values if block.gather_ranks > 1 else 0) * tokens
         forward_ns = backward_ns = np.zeros_like(costs.forward_ns)
         if self.links is not None:
-            time = block.exchange_time(self.topology, self.links, values)
-            forward_ns = np.rint(layers * time(tokens)).astype(np.int64)
+            link = self.links.of_group(self.topology.tp, self._width)
+            forward_ns = np.rint(layers * block.exchange_ns(tokens, values, link)).astype(np.int64)
             again = (recompute == "full") | (recompute == "selective")  # of a stage: see keeping_inputs
             backward_ns = forward_ns * (1 + again)
         return replace(

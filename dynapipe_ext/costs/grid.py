@@ -113,12 +113,3 @@ class Grid:
                 f"share_of_bytes {[a, b, c, d]} must be a share, (a + b L) / (c + d L), of rows and lengths"
             )
         return replace(grid, share_of_bytes=(a, b, c, d))
-
-
-def flat_shapes(*sizes: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], ...]:
-    """Rows and lengths of shapes, broadcast against each other, each as one dimension.
-
-    >>> [sizes.tolist() for sizes in flat_shapes([1, 2], 8, 0)]
-    [[1, 2], [8, 8], [0, 0]]
-    """
-    return tuple(np.ravel(one) for one in np.broadcast_arrays(*(np.asarray(one, np.int64) for one in sizes)))

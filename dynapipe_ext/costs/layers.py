@@ -72,8 +72,6 @@ def lay_on_stages(
     prices: Mapping[LayerKind, FloatArray],
     layers: Sequence[tuple[int, int]],
     halves: Sequence[tuple[int, int]],
-    *,
-    head_on_every: bool = False,
 ) -> FloatArray:
     """Return forward, backward and W in ms, MB stored and MB while the last layer runs, (5, S, M), of `layer_prices`.
 
@@ -84,7 +82,7 @@ def lay_on_stages(
     total = np.zeros((len(_PRICES), len(layers), encoder.shape[1]))
     for stage, (num_encoder, num_decoder) in enumerate(layers):
         total[:4, stage] = num_encoder * encoder[:4] + num_decoder * decoder[:4]
-        if head_on_every or stage + 1 == len(layers):
+        if stage + 1 == len(layers):
             total[:4, stage] += head[:4]
         if num_encoder:
             total[4, stage] = (num_encoder - 1) * encoder[3] + encoder[4]

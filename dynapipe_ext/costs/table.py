@@ -116,7 +116,6 @@ class CostTable(CostModel):
     num_layers: int
     topology: Topology
     num_decoder_layers: int = 0
-    lm_head: Literal["last", "every"] = "last"
     split_w: float = 0.45
     comm_gbps: float = 4800.0
     comm_latency_us: float = 0.0
@@ -151,8 +150,8 @@ class CostTable(CostModel):
         if self.has_decoder or not self._prices_halves:
             who = "a model with a decoder side" if self.has_decoder else "a cost table without grids of both halves"
             refuse_half_layers(self.topology.layers_per_stage, who)
-        if self.has_decoder or self.lm_head == "every":
-            refuse_spread(self.topology, "a table with a decoder side, or with a head on every stage,")
+        if self.has_decoder:
+            refuse_spread(self.topology, "a table with a decoder side")
         if self.topology.vocabulary == "head" and self.parameter_bytes.get("tied_head"):
             raise refused_tie()
         if self.pieces and set(self.pieces.by_recompute) != set(self.recomputes):
@@ -193,7 +192,7 @@ class CostTable(CostModel):
                 self.hidden_size, dtype, first_decoder_stage=first, first_head_stage=self.topology.first_head_stage
             ),
             prices_halves=self._prices_halves,
-            prices_spread=not self.has_decoder and self.lm_head == "last",
+            prices_spread=not self.has_decoder,
             prices_pieces=self.pieces is not None,
             slices_head=SLICED_HEAD in self.grids,
             sharded_state_bytes=self.state_parts[1],
@@ -385,13 +384,11 @@ class CostTable(CostModel):
         if (width := self.topology.width) == 1 or (block := self._block) is None:
             return whole, in_table
         share, _ = self._price_stages(recompute, shapes / [[1], [width], [1]], sizes_of_slice(sizes, width))
-        if measured := self.blocks.get(width):
-            time = block.measured_time(measured, self.value_bytes)
-        else:
-            link = Link(round(self.comm_latency_us * 1e3), self.comm_gbps * 1e9 / 8)
-            time = block.exchange_time(self.topology, self.links or Links.uniform(link), self.value_bytes)
+        link = Link(round(self.comm_latency_us * 1e3), self.comm_gbps * 1e9 / 8)
+        if self.links:
+            link = self.links.of_group(self.topology.tp, width)
         layers = self.stage_attentions()[:, None]
-        forward = layers * time(tokens) * 1e-6
+        forward = layers * block.exchange_ns(tokens, self.value_bytes, link, self.blocks.get(width)) * 1e-6
         backward = forward * (1 + (recompute_of_layers(recompute) != "none"))
         gathered = 2 * self.value_bytes * block.kept_values * (block.gather_ranks > 1) * 1e-6 * tokens
         copied = layers * self.value_bytes * block.copied_values * 1e-6 * tokens
@@ -405,7 +402,7 @@ class CostTable(CostModel):
     ) -> tuple[FloatArray, BoolArray]:
         """Return forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, S, M); and
         which shapes the grids know."""
-        layer, heads, on_every = recompute_of_layers(recompute), self.topology.head_stages, self.lm_head == "every"
+        layer, heads = recompute_of_layers(recompute), self.topology.head_stages
         in_table, prices = np.ones(shapes.shape[1], bool), dict[LayerKind, FloatArray]()
         head_grid = self.grids.get(SLICED_HEAD if slices_head(recompute) else (layer, "postprocess"))
         for kind in LAYER_KINDS:
@@ -417,10 +414,10 @@ class CostTable(CostModel):
                 in_table &= measured if grid else kind not in ("encoder", *["decoder"] * self.has_decoder)
             if grid and (packed := self.packed_layers.get((layer, kind))):
                 prices[kind][3:] += np.maximum(0.0, packed.of(sizes) - prices[kind][3:]) * (sizes[0] > 0)
-        head, stages = prices["postprocess"], slice(0 if on_every else heads.start, None)
+        head, stages = prices["postprocess"], slice(heads.start, None)
         if len(heads) > 1:
             prices["postprocess"] = np.zeros_like(head)
-        total = lay_on_stages(prices, self.stage_layers(), self.stage_halves(), head_on_every=on_every)
+        total = lay_on_stages(prices, self.stage_layers(), self.stage_halves())
         if len(heads) > 1 and head_grid:
             # A part takes as much of the head's time and memory as it has of the vocabulary. All of the head's input
             # comes on top, and what a message brings with it, which a stage keeps with its own.
@@ -443,7 +440,12 @@ class CostTable(CostModel):
         return np.rint(total * (here + sharded / self.topology.dp)).astype(np.int64)
 
     def to_json(self) -> dict[str, Any]:
-        raw = {"format": FORMAT, "kind": "table", **fields_to_json(self, _LATER, skip=("grids", "packed_layers"))}
+        raw = {
+            "format": FORMAT,
+            "kind": "table",
+            "lm_head": "last",
+            **fields_to_json(self, _LATER, skip=("grids", "packed_layers")),
+        }
         if self.packed_layers:
             raw["packed_layers"] = [
                 {"recompute": recompute, "layer": kind, **to_json(one)}
@@ -462,6 +464,8 @@ class CostTable(CostModel):
             raise DataError(
                 f"cost table has format {raw.get('format')!r} but this version reads {FORMAT!r}: measure again"
             )
+        if raw.get("lm_head", "last") != "last":
+            raise DataError(f"cost table has lm_head {raw['lm_head']!r}, but its head is on the last stage: remove it")
         try:
             values = {one.name: raw[one.name] for one in fields(cls) if one.name in raw}
             values["grids"] = {(one["recompute"], one["layer"]): Grid.from_json(one) for one in raw["grids"]}
@@ -496,7 +500,6 @@ class CostTable(CostModel):
         *,
         topology: Topology,
         num_layers: int,
-        lm_head: Literal["last", "every"] = "last",
         split_w: float = 0.45,
         comm_gbps: float = 4800.0,
         comm_latency_us: float = 0.0,
@@ -515,7 +518,6 @@ class CostTable(CostModel):
             hidden_size=hidden_size,
             num_layers=num_layers,
             topology=topology,
-            lm_head=lm_head,
             split_w=split_w,
             comm_gbps=comm_gbps,
             comm_latency_us=comm_latency_us,

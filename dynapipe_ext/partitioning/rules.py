@@ -226,8 +226,7 @@ def dynapipe_rule(
 
     The cuts minimise (pp - 1) max(t) + sum(t) / dp for bounds on t thinned to one in `thinning_ns`. DynaPipe uses one
     recomputation mode per plan: the first of `LAYER_RECOMPUTES` (of `kinds`) that has a feasible split. Replicas are
-    balanced by t with the largest differencing method (Karmarkar and Karp 1982). To charge the LM head to every stage
-    as DynaPipe does, give costs whose table has lm_head "every".
+    balanced by t with the largest differencing method (Karmarkar and Karp 1982).
     Three changes are in DynaPipe's favour. Of the bounds in an interval the largest stays, so that small models remain
     feasible. A split of fewer micro-batches than replicas is cut again. Encoder-decoder samples take the better of two
     orders, in place of tours of a travelling salesman.

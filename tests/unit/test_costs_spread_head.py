@@ -197,8 +197,7 @@ def test_who_cannot_spread_a_vocabulary_says_so(tmp_path: Path) -> None:
     tied = replace(table, parameter_bytes={**table.parameter_bytes, "tied_head": 1.0})
     lora = LoraSettings(enabled=True)
     refused: dict[str, Callable[[], object]] = {
-        "a table with a decoder side, or with a head on every stage, does not": lambda: pairs.over(four),
-        "a head on every stage, does not support": lambda: replace(table, lm_head="every").over(four),
+        "a table with a decoder side does not": lambda: pairs.over(four),
         "this model ties its head to it": lambda: tied.over(four),
         "vocab_size 770 does not divide over tp 2 x pp 3": lambda: AnalyticCosts(odd, HEAD),
         "a model with adapters does not": lambda: adapter_costs(counted(HEAD), lora, MODEL, HEAD, recipe="mixed"),

@@ -112,7 +112,7 @@ def expected(table: CostTable, recompute: str, rows: float, enc: float, dec: flo
             forward += interpolate("forward", recompute, kind, *at)
             backward += interpolate("backward", recompute, kind, *at)
             stored += interpolate("stored", recompute, kind, *at)
-        if stage == table.num_stages - 1 or table.lm_head == "every":
+        if stage == table.num_stages - 1:
             head = (rows, dec if table.has_decoder else enc)
             forward += interpolate("forward", recompute, "postprocess", *head)
             backward += interpolate("backward", recompute, "postprocess", *head)
@@ -121,12 +121,9 @@ def expected(table: CostTable, recompute: str, rows: float, enc: float, dec: flo
 
 
 @pytest.mark.parametrize("recompute", LAYER_RECOMPUTES)
-@pytest.mark.parametrize("head", ["last", "every"])
 @pytest.mark.parametrize("make", [gpt, t5])
-def test_costs_equal_a_scalar_interpolation_layer_by_layer(
-    tmp_path: Path, make: Any, head: str, recompute: Recompute
-) -> None:
-    table: CostTable = make(tmp_path, lm_head=head)
+def test_costs_equal_a_scalar_interpolation_layer_by_layer(tmp_path: Path, make: Any, recompute: Recompute) -> None:
+    table: CostTable = make(tmp_path)
     rng = np.random.default_rng(3)
     shapes = [(int(r), int(e), int(d)) for r, e, d in zip(*rng.integers(1, (9, 280, 280), (60, 3)).T, strict=True)]
     shapes += [(1, 1, 1), (8, 16, 16), (2, 64, 64), (1, 257, 16), (9, 16, 16), (8, 256, 256), (1, 256, 256)]
@@ -199,17 +196,17 @@ def test_stages_have_the_sums_of_their_layers_and_the_peak_of_the_last_one(tmp_p
     rng = np.random.default_rng(2)
     shapes = np.stack([rng.uniform(0, 10, 4000), rng.uniform(0, 300, 4000), rng.uniform(0, 300, 4000)])
     shapes[:, :1000] = np.round(shapes[:, :1000] / 8) * 8  # on the axes' points, too
-    for table in (make(tmp_path), make(tmp_path, lm_head="every")):
-        layout, every = table.stage_layers(), table.lm_head == "every"
+    for table in (make(tmp_path), make(tmp_path, topology=Topology(tp=2, pp=2))):
+        layout = table.stage_layers()
         for recompute in LAYER_RECOMPUTES:
             grids = [table.grids.get((recompute, kind)) for kind in KINDS]
             axes = ([0, 1], [0, 1, 2], [0, 2] if table.has_decoder else [0, 1])
             e, d, head = (layer_at(grid, shapes[axis]) for grid, axis in zip(grids, axes, strict=True))
             prices = {"encoder": e, "decoder": d, "postprocess": head}
-            total = lay_on_stages(prices, layout, table.stage_halves(), head_on_every=every)
+            total = lay_on_stages(prices, layout, table.stage_halves())
             for stage, (encoders, decoders) in enumerate(layout):
                 expected = encoders * e[:4] + decoders * d[:4]
-                if stage == len(layout) - 1 or every:
+                if stage == len(layout) - 1:
                     expected = expected + head[:4]
                 assert (total[:4, stage] == expected).all()
                 while_encoder = (encoders - 1) * e[3] + e[4] if encoders else 0 * e[3]
@@ -311,7 +308,7 @@ def test_packed_rows_beside_a_hole_in_the_grid_are_priced_in_proportion(tmp_path
 
 
 def test_files_keep_the_answers_and_the_fingerprint(tmp_path: Path) -> None:
-    for table in (gpt(tmp_path), t5(tmp_path, lm_head="every")):
+    for table in (gpt(tmp_path), t5(tmp_path)):
         table.write(tmp_path / "costs.json")
         again = CostTable.read(tmp_path / "costs.json")
         assert again.fingerprint() == table.fingerprint()
