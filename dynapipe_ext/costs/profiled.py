@@ -227,13 +227,33 @@ class Profile:
         """Return the expected seconds of a visit."""
         return sum(spent.expected_s(part, [_micro_batch(shape, kind)]) for part, kind in self.kinds(within))
 
-    def visit(self, shape: MeasuredShape, measure: MeasureShape, within: ProfileRange) -> None:
-        """Measure a shape in every way that is missing. If a shape did not fit, no larger one does."""
-        for kind in self.kinds(within):
+    def visit(
+        self,
+        shape: MeasuredShape,
+        measure: MeasureShape,
+        within: ProfileRange,
+        kinds: Sequence[tuple[ModelPart, Recompute]] = (),
+    ) -> None:
+        """Measure a shape as `kinds` (all, if empty) that are missing. If a shape did not fit, no larger one does."""
+        for kind in kinds or self.kinds(within):
             points, own = self.points.setdefault(kind, {}), seen_by(kind[0], shape)
             if own not in points and (kind != _SLICED or _tokens(own) > HEAD_SLICE):
                 too_large = any(m is None and _is_within(s, own) for s, m in points.items())
                 points[own] = None if too_large else measure(kind[0], _micro_batch(shape, kind[1]))
+
+    def slice_head(self, measure: MeasureShape, within: ProfileRange, in_time: Callable[[MeasuredShape], bool]) -> None:
+        """Measure chunked heads at as many shapes as a surface needs, if there may be several slices and there is time.
+
+        Ranges with one length have too few such shapes among the first ones.
+        """
+        shapes: dict[MeasuredShape, MeasuredShape] = {}
+        for shape in within.grid(_PER_DOUBLING, _PER_DOUBLING):
+            if shape[0] * shape[-1] > HEAD_SLICE:
+                shapes.setdefault(seen_by("head", shape), shape)
+        self.points.setdefault(_SLICED, {})
+        for own in _spread_over(sorted(shapes, key=_tokens), 0 if self.slices_head else _FEWEST):
+            if own not in self.points[_SLICED] and in_time(shapes[own]):
+                self.visit(shapes[own], measure, within, [_SLICED])
 
     def fitting(self, within: ProfileRange) -> list[MeasuredShape]:
         """Return the shapes that fit with the recomputation mode that keeps most, and in the head."""
@@ -371,6 +391,7 @@ def choose_and_measure(
             break
         profile.visit(chosen, measure, within)
     profile.pack(measure, within)
+    profile.slice_head(measure, within, in_time)
 
 
 def _measure_first(
