@@ -227,12 +227,9 @@ def _find_extremes(needs: FloatArray, *, least: bool) -> FloatArray:
     [[2.0, 1.0], [1.0, 3.0]]
     """
     sign = 1 if least else -1
-    extremes, best = [], np.inf
-    for pair in needs[np.lexsort((sign * needs[:, 0], sign * needs[:, 1]))]:
-        if sign * pair[0] < best:
-            extremes.append(pair)
-            best = sign * pair[0]
-    return np.array(extremes)
+    ordered = needs[np.lexsort((sign * needs[:, 0], sign * needs[:, 1]))]
+    best = np.minimum.accumulate([np.inf, *(sign * ordered[:-1, 0])])
+    return ordered[sign * ordered[:, 0] < best]
 
 
 def _measure_packed(

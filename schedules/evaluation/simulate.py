@@ -335,38 +335,32 @@ def simulate_shared_ns(
 def _run_shared(ranks: Sequence[tuple[int, Sequence[TimedAction]]], cores: SharedCores) -> list[list[SpanNs]]:
     """Return the spans of the ranks (replica, its actions); fewer than the actions if a rank can never continue.
 
-    Work is counted in 1 / unit ns, in which every rate is an integer.
+    Progress is counted in 1 / unit ns, in which every rate is an integer.
     """
     unit = math.lcm(*range(1, len(ranks) * cores.tp + 1))
     arrivals = {(replica, 0): 0 for replica, _ in ranks}  # by replica and slot; the first is what needs nothing
     spans: list[list[SpanNs]] = [[] for _ in ranks]
-    work_left: dict[int, int] = {}
-    started: dict[int, int] = {}
+    running: dict[int, tuple[int, int]] = {}  # by rank: the progress at which its action ends, and its start
     ahead: list[int] = []  # heap of times at which some idle rank may be able to start
-    now = 0
+    now = progress = 0  # what an action would have done that runs from the beginning on
     while True:
         for rank, (replica, steps) in enumerate(ranks):
-            if rank not in work_left and len(spans[rank]) < len(steps):
+            if rank not in running and len(spans[rank]) < len(steps):
                 need, duration, _, _ = steps[len(spans[rank])]
                 if arrivals.get((replica, need), math.inf) <= now:
-                    work_left[rank], started[rank] = duration * unit, now
+                    running[rank] = progress + duration * unit, now
         while ahead and ahead[0] <= now:
             heapq.heappop(ahead)
-        busy = len(work_left) * cores.tp
-        rate = unit * cores.num_cores // busy if busy > cores.num_cores else unit
-        waits = [-(-work // rate) for work in work_left.values()]
-        if ahead:
-            waits.append(ahead[0] - now)
+        rate = unit * cores.num_cores // max(cores.num_cores, len(running) * cores.tp)
+        waits = [-((progress - end) // rate) for end, _ in running.values()]
+        waits += [arrival - now for arrival in ahead[:1]]
         if not waits:
             return spans
-        elapsed = min(waits)
-        now += elapsed
-        for rank in sorted(work_left):
-            work_left[rank] -= elapsed * rate
-            if work_left[rank] <= 0:
-                replica, steps = ranks[rank]
-                _, _, out, delay = steps[len(spans[rank])]
-                arrivals[replica, out] = now + delay
-                heapq.heappush(ahead, now + delay)
-                spans[rank].append((started.pop(rank), now))
-                del work_left[rank]
+        now += min(waits)
+        progress += min(waits) * rate
+        for rank in [rank for rank, (end, _) in sorted(running.items()) if end <= progress]:
+            replica, steps = ranks[rank]
+            _, _, out, delay = steps[len(spans[rank])]
+            arrivals[replica, out] = now + delay
+            heapq.heappush(ahead, now + delay)
+            spans[rank].append((running.pop(rank)[1], now))
