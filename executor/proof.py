@@ -371,7 +371,7 @@ def peaks_by_core(
     made = [one for one in programs if isinstance(one, Program)]
     if len(made) < len(programs) or any(one.specs is not made[0].specs for one in made):
         return None
-    pieces = PieceNeighbours.of(sample_pieces)
+    pieces = PieceNeighbours.from_pieces(sample_pieces)
     peaks = native.peaks_of_proven(
         [one.table for one in made],
         list(stage_ranks),
@@ -394,7 +394,7 @@ def traced(
     """A replica's ranks, each proven by itself, and that the operations of every queue meet in one order."""
     bytes_of: dict[int, int] = {}
     keys: dict[int, int] = {}
-    pieces = PieceNeighbours.of(sample_pieces)
+    pieces = PieceNeighbours.from_pieces(sample_pieces)
     traces = [
         RankTrace(
             rank, program, stage_ranks, num_micro_batches, bytes_of, keys, forward_only=forward_only, pieces=pieces

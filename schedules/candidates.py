@@ -21,8 +21,8 @@ from dynapipe_ext.batch.micro_batches import (
 )
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.partitioning.packing import finer_splits
-from dynapipe_ext.partitioning.pieces import PieceChoice, pick_promising, piece_sizes
+from dynapipe_ext.partitioning.packing import list_finer_splits
+from dynapipe_ext.partitioning.pieces import PieceChoice, list_piece_sizes, pick_promising
 from dynapipe_ext.partitioning.rules import check_enough
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.bounds import find_batch_floor
@@ -92,15 +92,17 @@ def list_candidates(
     rules, cp_degree = problem.rules, problem.topology.width
     plan_whole = partial(_plan_whole, problem, samples, step)
     longest = max(s.encoder for s in samples)
-    if not are_several and not piece_sizes(rules.pieces, longest, rules.max_tokens):
+    if not are_several and not list_piece_sizes(rules.pieces, longest, rules.max_tokens):
         return [PlanCandidate(cp_degree, False, 0, 0, plan_whole)]
     candidates = []
     for is_finer in (False, True) if are_several and cp_degree == 1 else (are_several,):
-        sizes = piece_sizes("finer" if is_finer and rules.pieces == "auto" else rules.pieces, longest, rules.max_tokens)
+        sizes = list_piece_sizes(
+            "finer" if is_finer and rules.pieces == "auto" else rules.pieces, longest, rules.max_tokens
+        )
         if not sizes:
             continue
         try:
-            choices = problem.piece_choices(samples, sizes)
+            choices = problem.list_piece_choices(samples, sizes)
         except PlanError:
             if rules.pieces != "auto":
                 raise
@@ -205,7 +207,7 @@ def _plan_in_finer_pieces(
     near = replace(problem, kinds=_every_kind(problem), rules=replace(rules, effort=rules.effort // REFIT_SHARE))
     for _ in range(_FINER_ROUNDS):
         before, rows = best, [replica.micro_batches for replica in best.batch.replicas]
-        for replicas in finer_splits(rows, equal_counts=rules.equal_counts, max_tokens=rules.max_tokens):
+        for replicas in list_finer_splits(rows, equal_counts=rules.equal_counts, max_tokens=rules.max_tokens):
             with suppress(PlanError):
                 best = _pick_sooner(problem, (best, search_step(near, near.fixed([replicas]), step)))
         if best is before:

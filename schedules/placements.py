@@ -14,8 +14,8 @@ from itertools import product
 from typing import cast
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.batch.topology import PlacementName, Topology, Vocabulary, placement_of
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.topology import PlacementName, Topology, Vocabulary, place_stages
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.errors import ConfigError, PlanError, VerificationError
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -93,9 +93,9 @@ class PlacementSearch:
     def _find_best(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> PlacementTrial:
         """Try the placement with even layers and the most promising ones. Raises ConfigError if the model cannot fill
         it."""
-        placement = () if name == "linear" else placement_of(name, self.base.pp, stages_per_rank)
+        placement = () if name == "linear" else place_stages(name, self.base.pp, stages_per_rank)
         layers = replace(self.base, placement=placement, layers_per_stage=(), vocabulary="whole")
-        even = spread_vocabulary(layers.with_layers(self.num_layers), vocabulary)
+        even = split_vocabulary(layers.with_layers(self.num_layers), vocabulary)
         finals = {topology.layers_per_stage: topology for topology in (even, *self._list_promising(even))}.values()
         return min((self._try(topology, 1) for topology in finals), key=_get_makespan_s)
 

@@ -20,7 +20,7 @@ from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, as_cost_model
 from dynapipe_ext.errors import ConfigError, PlanError, short
-from dynapipe_ext.partitioning.pieces import piece_sizes
+from dynapipe_ext.partitioning.pieces import list_piece_sizes
 from dynapipe_ext.schedules.candidates import REFIT_SHARE, plan_fastest, plan_forwards, refit
 from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 from dynapipe_ext.schedules.planner_checks import check_pieces, check_types, check_values, name_costs
@@ -200,7 +200,7 @@ class Planner(PlanRules):
         _check_count("reserve_bytes", reserve_bytes)
         problem = self._problem_at(plan.width, reserve_bytes, effort_share=REFIT_SHARE)
         longest = max(s.encoder for s in samples)
-        pieces = piece_sizes(problem.rules.pieces, longest, problem.rules.max_tokens)
+        pieces = list_piece_sizes(problem.rules.pieces, longest, problem.rules.max_tokens)
         if self.schedule == "adaptive" and not pieces and not self.forward_only:
             with suppress(PlanError):  # these micro-batches do not fit; others may
                 return self._certify(refit(problem, plan), samples)
@@ -223,7 +223,7 @@ class Planner(PlanRules):
                     f"a micro-batch of sample {m.samples[0].index} {what} (recompute {m.recompute!r}), which forwards"
                     " alone do not: plan the step with pieces off and recompute none, selective or full"
                 )
-        replicas = [[m.recomputing("none") for m in replica.micro_batches] for replica in plan.batch.replicas]
+        replicas = [[m.with_recompute("none") for m in replica.micro_batches] for replica in plan.batch.replicas]
         samples = {s.index: s for m in plan.batch.micro_batches for s in m.samples}
         step_plan = plan_forwards(forwards._problem_at(plan.width), replicas, plan.batch.step)
         return forwards._certify(step_plan, list(samples.values()))

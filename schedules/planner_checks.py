@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, widths_of
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, list_cp_degrees
 from dynapipe_ext.costs.adjustments import AdjustedCosts
 from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts
 from dynapipe_ext.errors import ConfigError, short
@@ -64,7 +64,7 @@ def _list_faults(planner: Planner) -> Iterator[str]:
         yield f"seed is {short(seed)} but must be an integer: give one such as 0"
     if cores is not None and (type(cores) is not int or cores < 1):
         yield f"num_cores is {short(cores)} but must be a number of at least 1, or None: give the cores of all ranks"
-    allowed = widths_of(topology.dp)
+    allowed = list_cp_degrees(topology.dp)
     if not isinstance(widths, tuple) or not set(widths) <= set(allowed) or sorted(set(widths)) != [*widths]:
         yield f"widths {short(widths)} of dp {topology.dp}: give some of {', '.join(map(str, allowed))}, ascending"
     elif widths and topology.width != 1:

@@ -53,11 +53,11 @@ def register_document_attention() -> str:
     attention sinks and generation are rejected.
     """
     transformers = importlib.import_module("transformers")  # optional, so unknown to type checkers without it
-    transformers.AttentionInterface.register(DOCUMENT_ATTENTION, _document_attention)
+    transformers.AttentionInterface.register(DOCUMENT_ATTENTION, _attend_documents)
     return DOCUMENT_ATTENTION
 
 
-def _document_attention(
+def _attend_documents(
     module: Any,
     query_BHSD: Any,
     key_BHSD: Any,
@@ -79,10 +79,12 @@ def _document_attention(
     `carried` is the piece of a cut sample that the first document of a row is (see `Carried`), or None. With `joined`
     (see `SharedRows`) offsets are those of complete rows, of which the tensors are a slice.
     """
-    from dynapipe_ext.batch.packed_attention import DocumentRule
+    from dynapipe_ext.batch.packed_attention import DocumentMask
 
     batch, _, row_len, _ = query_BHSD.shape
-    lengths = _document_lengths(cu_seq_lens_q, batch, row_len, key_BHSD.shape[2], 1 if joined is None else joined.width)
+    lengths = _read_document_lengths(
+        cu_seq_lens_q, batch, row_len, key_BHSD.shape[2], 1 if joined is None else joined.width
+    )
     if softcap is not None or s_aux is not None:
         raise ConfigError(
             f"{DOCUMENT_ATTENTION} has no soft cap ({softcap}) and no attention sinks:"
@@ -100,7 +102,7 @@ def _document_attention(
         raise ConfigError(
             f"{type(module).__name__} attends ahead, which context parallelism does not support: plan with width 1"
         )
-    rule = DocumentRule(scale=scaling, is_causal=causal, window=sliding_window, dropout=dropout)
+    rule = DocumentMask(scale=scaling, is_causal=causal, window=sliding_window, dropout=dropout)
     return _attend(module, (query_BHSD, key_BHSD, value_BHSD), lengths, rule, carried, joined), None
 
 
@@ -115,14 +117,14 @@ def _attend(
     """Return the results of documents of `lengths`, (B, S, heads, D)."""
     import torch
 
-    from dynapipe_ext.batch.packed_attention import Borders, attend_documents, kernel_for
+    from dynapipe_ext.batch.packed_attention import DocumentOffsets, attend_documents, pick_kernel
 
     batch, heads, row_len, _ = tensors_BHSD[0].shape
     device = tensors_BHSD[0].device
-    recompute = not rule.dropout and kernel_for(tensors_BHSD[0], rule) is None
+    recompute = not rule.dropout and pick_kernel(tensors_BHSD[0], rule) is None
 
     def attend_each(*documents: Sequence[Any]) -> Any:
-        queries, keys = (Borders.of([len(x) for x in of], device) for of in documents[:2])
+        queries, keys = (DocumentOffsets.of([len(x) for x in of], device) for of in documents[:2])
         q_THD, k_THD, v_THD = (of[0] if len(of) == 1 else torch.cat(list(of)) for of in documents)
         return attend_documents(q_THD, k_THD, v_THD, queries, rule, keys=keys)
 
@@ -131,7 +133,7 @@ def _attend(
 
     if joined is not None:
         slices_PBHD = [x.permute(2, 0, 1, 3) for x in tensors_BHSD]
-        of_row = _lengths_per_row(lengths, sum(lengths) // batch)
+        of_row = _get_row_lengths(lengths, sum(lengths) // batch)
         out_PBHD = joined.attend(module, slices_PBHD, of_row, attend_each, carried=carried, recompute=recompute)
         return out_PBHD.transpose(0, 1)
     documents = [x.transpose(1, 2).flatten(0, 1) for x in tensors_BHSD]
@@ -143,11 +145,11 @@ def _attend(
         documents = [x[own:] for x in documents]
     if lengths:
         q_THD, k_THD, v_THD = documents
-        outputs.append(attend_documents(q_THD, k_THD, v_THD, Borders.of(lengths, device), rule))
+        outputs.append(attend_documents(q_THD, k_THD, v_THD, DocumentOffsets.of(lengths, device), rule))
     return torch.cat(outputs).reshape(batch, row_len, heads, -1)
 
 
-def _lengths_per_row(lengths: list[int], row_len: int) -> list[int]:
+def _get_row_lengths(lengths: list[int], row_len: int) -> list[int]:
     """Return the lengths of the first row's documents. Raises DataError unless all rows have the same ones."""
     ends = list(accumulate(lengths))
     own, num_rows = lengths[: ends.index(row_len) + 1] if row_len in ends else [], ends[-1] // row_len
@@ -156,7 +158,7 @@ def _lengths_per_row(lengths: list[int], row_len: int) -> list[int]:
     return own
 
 
-def _document_lengths(borders: Any, num_rows: int, row_len: int, num_keys: int, width: int) -> list[int]:
+def _read_document_lengths(borders: Any, num_rows: int, row_len: int, num_keys: int, width: int) -> list[int]:
     """Return document lengths. Raises ConfigError without offsets or with cached keys; DataError for other rows."""
     if borders is None or num_keys != row_len:
         raise ConfigError(

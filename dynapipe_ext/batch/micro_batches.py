@@ -106,7 +106,7 @@ def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
     return table
 
 
-def documents_of(lengths: LengthArray) -> LengthArray:
+def get_document_lengths(lengths: LengthArray) -> LengthArray:
     """Return the encoder positions of each sample's documents: (num_samples, 1), or (num_samples, 2) for pairs."""
     if lengths.shape[1] < _PAIR_COLUMNS:
         return lengths[:, :1]
@@ -233,10 +233,10 @@ class MicroBatch:
             documents = [n for s in samples for n in s.documents] if pairs else [s.encoder for s in samples]
             decoder = [s.decoder for s in samples]
         object.__setattr__(self, "documents", tuple(documents))
-        object.__setattr__(self, "encoder_len", self._row_len(documents))
-        object.__setattr__(self, "decoder_len", self._row_len(decoder) if any(decoder) else 0)
+        object.__setattr__(self, "encoder_len", self._round_row(documents))
+        object.__setattr__(self, "decoder_len", self._round_row(decoder) if any(decoder) else 0)
 
-    def recomputing(self, recompute: Recompute) -> MicroBatch:
+    def with_recompute(self, recompute: Recompute) -> MicroBatch:
         """Return the same under another recomputation mode; `dataclasses.replace` takes four times as long."""
         return MicroBatch(self.samples, self.layout, recompute, self.attention, self.pad_multiple, self.min_len)
 
@@ -272,7 +272,7 @@ class MicroBatch:
     def target_tokens(self) -> int:
         return sum(s.target for s in self.samples)
 
-    def _row_len(self, lengths: list[int]) -> int:
+    def _round_row(self, lengths: list[int]) -> int:
         longest = max(lengths, default=0) if self.layout == "padded" else sum(lengths)
         return round_up(longest if longest > self.min_len else self.min_len, self.pad_multiple)
 
@@ -403,7 +403,7 @@ class Piece:
         return f"sample {self.sample}, piece {self.number} of {self.count}, tokens {self.start}-{self.end - 1}"
 
 
-def pieces_by_position(micro_batches: Sequence[MicroBatch]) -> dict[int, Piece]:
+def find_pieces(micro_batches: Sequence[MicroBatch]) -> dict[int, Piece]:
     """Return the piece of a cut sample in each micro-batch of a replica, by its position; a sample in one piece is not
     cut. Raises PlanError as `sample_pieces`."""
     pieces: dict[int, Piece] = {}
@@ -423,7 +423,7 @@ class PieceNeighbours:
     On every stage the forward of a piece runs after that of the piece `before` it. Its input gradient (B or I) runs
     after that of the piece `behind` it, from which it needs the gradients of its keys and values.
 
-    >>> order = PieceNeighbours.of([(0, 2, 3)])
+    >>> order = PieceNeighbours.from_pieces([(0, 2, 3)])
     >>> order.before, order.behind
     ({2: 0, 3: 2}, {0: 2, 2: 3})
     """
@@ -432,18 +432,18 @@ class PieceNeighbours:
     behind: Mapping[int, int]
 
     @classmethod
-    def of(cls, sample_pieces: Sequence[SamplePieces]) -> PieceNeighbours:
+    def from_pieces(cls, sample_pieces: Sequence[SamplePieces]) -> PieceNeighbours:
         links = [link for pieces in sample_pieces for link in pairwise(pieces)]
         return cls({later: earlier for earlier, later in links}, dict(links))
 
 
-def carried_start(micro_batch: MicroBatch) -> int:
+def count_earlier_positions(micro_batch: MicroBatch) -> int:
     """Return the positions of its first document's sample that run before it in other micro-batches; 0 for whole
     samples."""
     return micro_batch.samples[0].start if micro_batch.attention == "carried" else 0
 
 
-def refused_length(positions: int) -> PlanError:
+def make_length_error(positions: int) -> PlanError:
     """Make the error for a micro-batch that is too long."""
     return PlanError(
         f"a micro-batch of {positions} positions takes longer than 64 bits of nanoseconds count: lower max_tokens, or"

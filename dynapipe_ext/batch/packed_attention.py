@@ -61,7 +61,7 @@ KERNELS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DocumentRule:
+class DocumentMask:
     """The positions of its document that a position attends to: those before it (`is_causal`), the last `window` of
     them and, without causality, as many after it. `softcap` above 0 caps scores, `dropout` is a share of them.
     `is_deterministic`: gradients are bitwise identical in every run; `has_sinks`: with scores of no position, which no
@@ -77,14 +77,14 @@ class DocumentRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Borders:
+class DocumentOffsets:
     """Lengths of documents end to end, and on the device their offsets from 0 on, int32."""
 
     lengths: Sequence[int]
     sums: torch.Tensor
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Borders:
+    def of(cls, lengths: Sequence[int], device: torch.device) -> DocumentOffsets:
         return cls(lengths, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
 
 
@@ -108,14 +108,14 @@ def load_kernel(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, str]:
 
 
 @cache
-def _loaded(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, Mapping[str, str]]:
+def _load_once(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, Mapping[str, str]]:
     """Return the kernel's function, and the arguments that its version has."""
     function, _ = load_kernel(kernel)
     parameters = inspect.signature(function).parameters if function else {}
     return function, {key: name for key, name in kernel.arguments.items() if name in parameters}
 
 
-def kernel_for(q_THD: torch.Tensor, rule: DocumentRule) -> VarlenKernel | None:
+def pick_kernel(q_THD: torch.Tensor, rule: DocumentMask) -> VarlenKernel | None:
     """Return the best installed kernel for these tensors; None if torch is called instead, once per document."""
     if rule.has_sinks or not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -123,7 +123,7 @@ def kernel_for(q_THD: torch.Tensor, rule: DocumentRule) -> VarlenKernel | None:
     wanted = {"dropout": rule.dropout, "softcap": rule.softcap, "deterministic": rule.is_deterministic}
     needed = {key for key, value in wanted.items() if value}
     for kernel in KERNELS:
-        if major in kernel.capabilities and needed <= kernel.arguments.keys() and _loaded(kernel)[0] is not None:
+        if major in kernel.capabilities and needed <= kernel.arguments.keys() and _load_once(kernel)[0] is not None:
             return kernel
     return None
 
@@ -133,14 +133,14 @@ def attend_by_kernel(
     q_THD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
-    borders: Borders,
-    rule: DocumentRule,
+    borders: DocumentOffsets,
+    rule: DocumentMask,
     *,
-    keys: Borders | None = None,
+    keys: DocumentOffsets | None = None,
 ) -> torch.Tensor:
     """Return the result of one call of the kernel, (T, heads, D). `keys` are the offsets of keys if a document has more
     of them than queries, which are then the last."""
-    function, arguments = _loaded(kernel)
+    function, arguments = _load_once(kernel)
     assert function is not None
     keys = keys or borders
     back = kernel.unbounded if rule.window is None else rule.window - 1
@@ -199,14 +199,14 @@ def attend_documents(
     q_THD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
-    borders: Borders,
-    rule: DocumentRule,
+    borders: DocumentOffsets,
+    rule: DocumentMask,
     *,
-    keys: Borders | None = None,
+    keys: DocumentOffsets | None = None,
 ) -> torch.Tensor:
     """Attend within every document, (T, heads, D), by the best installed kernel; a soft cap needs one that has it.
     `keys` as in `attend_by_kernel`; with a window only if attention is causal."""
-    kernel = kernel_for(q_THD, rule)
+    kernel = pick_kernel(q_THD, rule)
     if kernel is not None:
         return attend_by_kernel(kernel, q_THD, k_THD, v_THD, borders, rule, keys=keys)
     assert not rule.softcap
@@ -214,7 +214,7 @@ def attend_documents(
     pieces = (torch.split(x.transpose(0, 1)[None], list(own.lengths), dim=2) for x, own in both)
     outputs = []
     for q_BHSD, k_BHSD, v_BHSD in zip(*pieces, strict=True):
-        mask = _window_mask(q_BHSD.shape[2], k_BHSD.shape[2], rule.window, rule.is_causal, q_BHSD.device)
+        mask = _make_window_mask(q_BHSD.shape[2], k_BHSD.shape[2], rule.window, rule.is_causal, q_BHSD.device)
         is_causal = rule.is_causal and mask is None
         outputs.append(
             attend(q_BHSD, k_BHSD, v_BHSD, mask=mask, is_causal=is_causal, dropout=rule.dropout, scale=rule.scale)
@@ -222,7 +222,7 @@ def attend_documents(
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
-def _window_mask(
+def _make_window_mask(
     num_queries: int, num_keys: int, window: int | None, is_causal: bool, device: torch.device
 ) -> torch.Tensor | None:
     """Return the (S, T) mask of a document that is longer than its window, else None. Queries are the last of the
@@ -234,17 +234,17 @@ def _window_mask(
     return visible.tril(before + (0 if is_causal else window - 1))
 
 
-def attention_kernels() -> tuple[str, ...]:
+def list_attention_kernels() -> tuple[str, ...]:
     """List the kernels that packed rows run on here in 16 bits, best first; the last is torch's, one call per
     document."""
     if not torch.cuda.is_available():
         return (SDPA,)
     major = torch.cuda.get_device_capability()[0]
-    return (*(k.name for k in KERNELS if major in k.capabilities and _loaded(k)[0] is not None), SDPA)
+    return (*(k.name for k in KERNELS if major in k.capabilities and _load_once(k)[0] is not None), SDPA)
 
 
 def lacks_newer_kernels() -> bool:
     """Return whether this device is of a generation (Hopper, Blackwell) that flash-attn 3 or 4 was made for, and
     neither is installed."""
-    is_older = attention_kernels()[0] in ("flash-attn-2", "torch-varlen")
+    is_older = list_attention_kernels()[0] in ("flash-attn-2", "torch-varlen")
     return is_older and torch.cuda.get_device_capability()[0] >= 9

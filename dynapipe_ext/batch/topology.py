@@ -16,14 +16,14 @@ PlacementName = Literal["linear", "interleaved", "v"]
 Vocabulary = Literal["whole", "head", "both"]  # its parts that are split over pipeline ranks
 
 
-def placement_of(name: PlacementName, pp: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+def place_stages(name: PlacementName, pp: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
     """Return the pipeline rank of every stage under a named placement; `stages_per_rank` defaults to 1 for linear, else
     to 2.
 
     interleaved: round after round down the ranks (Narayanan et al. 2021, sec. 2.2). v: down and back up in turns, so
     that the first and the last stage share a rank (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
-    >>> placement_of("interleaved", 3), placement_of("v", 3)
+    >>> place_stages("interleaved", 3), place_stages("v", 3)
     ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
 
     Raises ConfigError for an unknown name, or a number of stages per rank that the placement does not have.
@@ -82,10 +82,10 @@ class StageLayers:
         return range(self.mlp.start, min(self.attention.start, self.mlp.stop))
 
 
-def layers_of_cut(layers_per_stage: Sequence[float]) -> tuple[StageLayers, ...]:
+def list_stage_layers(layers_per_stage: Sequence[float]) -> tuple[StageLayers, ...]:
     """Return the layers of every stage from their numbers, which are whole or end in .5.
 
-    >>> for stage in layers_of_cut((1.5, 1, 0.5)):
+    >>> for stage in list_stage_layers((1.5, 1, 0.5)):
     ...     print(stage.attention, stage.mlp, list(stage.whole))
     range(0, 2) range(0, 1) [0]
     range(2, 3) range(1, 2) []
@@ -98,10 +98,10 @@ def layers_of_cut(layers_per_stage: Sequence[float]) -> tuple[StageLayers, ...]:
     )
 
 
-def refuse_half_layers(layers_per_stage: Sequence[float], who: str) -> tuple[int, ...]:
+def require_whole_layers(layers_per_stage: Sequence[float], who: str) -> tuple[int, ...]:
     """Return the numbers of layers if stages are cut between layers. Raises ConfigError for a cut inside a layer.
 
-    >>> refuse_half_layers((3, 5), "this model")
+    >>> require_whole_layers((3, 5), "this model")
     (3, 5)
     """
     if any(count != int(count) for count in layers_per_stage):
@@ -125,7 +125,7 @@ class Topology:
 
     With `vocabulary` "head" all pipeline ranks hold equally many rows of the head, in a chain of stages: the last stage
     of layers, and after it stages without layers on the other ranks. With "both" a chain of embeddings, one on each
-    rank, ends in the first stage of layers, too. Either chain is as `spread_vocabulary` makes it.
+    rank, ends in the first stage of layers, too. Either chain is as `split_vocabulary` makes it.
 
     >>> Topology(tp=2, pp=2, dp=2).coordinates(5)
     Coordinates(tp_rank=1, pp_rank=1, dp_rank=0)
@@ -146,8 +146,8 @@ class Topology:
                 raise ConfigError(
                     f"{name} is {short(value)} but must be an integer of at least 1, and at most {_MOST_OF_A_DEGREE:,}"
                 )
-        if self.width not in widths_of(self.dp):
-            fitting = ", ".join(map(str, widths_of(self.dp)))
+        if self.width not in list_cp_degrees(self.dp):
+            fitting = ", ".join(map(str, list_cp_degrees(self.dp)))
             raise ConfigError(
                 f"width {self.width} must be a power of two that divides dp {self.dp}: give one of {fitting}"
             )
@@ -159,11 +159,11 @@ class Topology:
                 f"layers_per_stage {short(tuple(self.layers_per_stage))} has {len(self.layers_per_stage)} entries for"
                 f" {self.num_stages} {of}: give one each"
             )
-        object.__setattr__(self, "layers_per_stage", counts_of_layers(self.layers_per_stage))
+        object.__setattr__(self, "layers_per_stage", check_layer_counts(self.layers_per_stage))
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:
-        """Raise ConfigError for chains of another form than `spread_vocabulary` makes."""
+        """Raise ConfigError for chains of another form than `split_vocabulary` makes."""
         if self.vocabulary not in get_args(Vocabulary):
             choices = ", ".join(get_args(Vocabulary))
             raise ConfigError(f"vocabulary is {short(self.vocabulary)} but must be one of {choices}")
@@ -185,14 +185,14 @@ class Topology:
                 held = self.layer_stages
                 problem = f"has layers only on stages {held.start}..{held.stop - 1}: not layers_per_stage {layers}"
         if problem:
-            raise ConfigError(f"vocabulary {self.vocabulary!r} {problem} (`spread_vocabulary` makes such topologies)")
+            raise ConfigError(f"vocabulary {self.vocabulary!r} {problem} (`split_vocabulary` makes such topologies)")
 
     @property
     def head_stages(self) -> range:
         """The stages that hold a part of the head, in their order; the first of them has the final norm.
 
-        >>> from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
-        >>> spread_vocabulary(Topology(pp=3), "head").head_stages, Topology(pp=3).head_stages
+        >>> from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
+        >>> split_vocabulary(Topology(pp=3), "head").head_stages, Topology(pp=3).head_stages
         (range(2, 5), range(2, 3))
         """
         return range(self.num_stages - (self.pp if self.vocabulary != "whole" else 1), self.num_stages)
@@ -217,8 +217,8 @@ class Topology:
 
         Part k of pp begins at row k V / pp. Raises ConfigError for a stage that holds no part.
 
-        >>> from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
-        >>> spread = spread_vocabulary(Topology(pp=3), "head")
+        >>> from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
+        >>> spread = split_vocabulary(Topology(pp=3), "head")
         >>> [spread.vocabulary_part(stage) for stage in spread.head_stages]
         [2, 1, 0]
         """
@@ -276,12 +276,12 @@ class Topology:
 
     @property
     def placement_name(self) -> str:
-        """The name of the placement for `placement_of`, with the stages of layers per rank; "custom" if there is none.
+        """The name of the placement for `place_stages`, with the stages of layers per rank; "custom" if there is none.
 
         >>> Topology(pp=2, placement=(0, 1, 1, 0)).placement_name
         'v, 2 stages a rank'
-        >>> from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
-        >>> spread_vocabulary(Topology(pp=2), "head").placement_name
+        >>> from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
+        >>> split_vocabulary(Topology(pp=2), "head").placement_name
         'linear, head spread'
         """
         ranks = self.stage_ranks[self.layer_stages.start : self.layer_stages.stop]
@@ -291,7 +291,7 @@ class Topology:
             name = "linear"
         elif not rest and ranks == tuple(range(self.pp)) * rounds:
             name = f"interleaved, {rounds} stages a rank"
-        elif not rest and rounds % 2 == 0 and ranks == placement_of("v", self.pp, rounds):
+        elif not rest and rounds % 2 == 0 and ranks == place_stages("v", self.pp, rounds):
             name = f"v, {rounds} stages a rank"
         return name + {"whole": "", "head": ", head spread", "both": ", vocabulary spread"}[self.vocabulary]
 
@@ -318,7 +318,7 @@ class Topology:
     @property
     def stage_layers(self) -> tuple[StageLayers, ...]:
         """The layers of every stage; () without `layers_per_stage`."""
-        return layers_of_cut(self.layers_per_stage)
+        return list_stage_layers(self.layers_per_stage)
 
     def with_layers(self, num_layers: int) -> Topology:
         """Return the topology with `layers_per_stage` filled in evenly: layer i of T is on stage i * S // T of those
@@ -326,8 +326,8 @@ class Topology:
 
         >>> Topology(pp=4).with_layers(10).layers_per_stage
         (3, 2, 3, 2)
-        >>> from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
-        >>> spread_vocabulary(Topology(pp=3), "both").with_layers(10).layers_per_stage
+        >>> from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
+        >>> split_vocabulary(Topology(pp=3), "both").with_layers(10).layers_per_stage
         (0, 0, 4, 3, 3, 0, 0)
         """
         if self.layers_per_stage:
@@ -347,25 +347,25 @@ class Topology:
         return replace(self, layers_per_stage=outside[0] + layers + outside[1])
 
     def to_json(self) -> dict[str, Any]:
-        return json_fields(self, "width", "vocabulary")
+        return to_json_fields(self, "width", "vocabulary")
 
 
-def json_fields(value: Any, *newer: str) -> dict[str, Any]:
+def to_json_fields(value: Any, *newer: str) -> dict[str, Any]:
     """Return the fields of a dataclass; the `newer` ones, which older files do not have, only if not at the default."""
     defaults = {field.name: field.default for field in fields(value)}
     return {name: one for name, one in asdict(value).items() if name not in newer or one != defaults[name]}
 
 
-def widths_of(dp: int) -> tuple[int, ...]:
+def list_cp_degrees(dp: int) -> tuple[int, ...]:
     """List the powers of two that divide `dp`, from 1 on.
 
-    >>> widths_of(12)
+    >>> list_cp_degrees(12)
     (1, 2, 4)
     """
     return tuple(1 << i for i in range((dp & -dp).bit_length()))
 
 
-def counts_of_layers(counts: Sequence[float]) -> tuple[float, ...]:
+def check_layer_counts(counts: Sequence[float]) -> tuple[float, ...]:
     """Return whole numbers as int, halves as float. Raises ConfigError for any other number."""
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < math.inf or count * 2 % 1:
@@ -438,7 +438,7 @@ class ActivationFormat:
         return replace(self, sequence_shards=shards, position_shards=positions)
 
     def to_json(self) -> dict[str, Any]:
-        return json_fields(self, "first_head_stage", "position_shards")
+        return to_json_fields(self, "first_head_stage", "position_shards")
 
     @property
     def changing_stages(self) -> tuple[int, ...]:
@@ -460,15 +460,16 @@ class ActivationFormat:
         if self.first_decoder_stage is not None and boundary >= self.first_decoder_stage:
             sides = (micro_batch.encoder_len, micro_batch.decoder_len)
 
-        def positions(seq_len: int) -> tuple[int, int]:
+        def make_shape(seq_len: int) -> tuple[int, int]:
             return (seq_len, micro_batch.rows) if self.order == "sbh" else (micro_batch.rows, seq_len)
 
         specs = tuple(
-            TensorSpec((*positions(seq_len // self.sequence_shards), self.hidden_size), self.dtype) for seq_len in sides
+            TensorSpec((*make_shape(seq_len // self.sequence_shards), self.hidden_size), self.dtype)
+            for seq_len in sides
         )
         if self.first_head_stage is None or boundary < self.first_head_stage:
             return specs
-        of_head = positions(sides[-1] // self.position_shards)
+        of_head = make_shape(sides[-1] // self.position_shards)
         return *specs, *[TensorSpec(of_head, "float64" if self.dtype == "float64" else "float32")] * 2
 
 
@@ -536,7 +537,7 @@ class ReplicaCollectives:
         return ", ".join(described) or "nothing"
 
     def to_json(self) -> dict[str, Any]:
-        return json_fields(self, "ep")
+        return to_json_fields(self, "ep")
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> ReplicaCollectives:

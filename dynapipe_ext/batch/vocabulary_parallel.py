@@ -8,16 +8,16 @@ from dynapipe_ext.batch.topology import Topology, Vocabulary
 from dynapipe_ext.errors import ConfigError
 
 
-def spread_vocabulary(topology: Topology, vocabulary: Vocabulary) -> Topology:
+def split_vocabulary(topology: Topology, vocabulary: Vocabulary) -> Topology:
     """Split the vocabulary of a topology over all pipeline ranks: a chain of heads continues the last stage, and for
     "both" a chain of embeddings ends in the first. Chains go down or up the ranks, between neighbours if the layers end
     on the first or the last rank.
 
     Raises ConfigError for one pipeline rank, and for a topology whose vocabulary is split.
 
-    >>> spread_vocabulary(Topology(pp=3), "head").placement
+    >>> split_vocabulary(Topology(pp=3), "head").placement
     (0, 1, 2, 1, 0)
-    >>> spread_vocabulary(Topology(pp=3, placement=(0, 1, 2, 2, 1, 0)), "both").placement
+    >>> split_vocabulary(Topology(pp=3, placement=(0, 1, 2, 2, 1, 0)), "both").placement
     (2, 1, 0, 1, 2, 2, 1, 0, 1, 2)
     """
     if vocabulary == "whole":
@@ -25,17 +25,17 @@ def spread_vocabulary(topology: Topology, vocabulary: Vocabulary) -> Topology:
     if topology.vocabulary != "whole":
         raise ConfigError(f"the vocabulary of this topology is already split ({topology.vocabulary}): give layers")
     ranks, layers = topology.stage_ranks, topology.layers_per_stage
-    head = _other_ranks(topology.pp, ranks[-1])
-    embedding = _other_ranks(topology.pp, ranks[0])[::-1] if vocabulary == "both" else ()
+    head = _list_other_ranks(topology.pp, ranks[-1])
+    embedding = _list_other_ranks(topology.pp, ranks[0])[::-1] if vocabulary == "both" else ()
     if layers:
         layers = (0,) * len(embedding) + layers + (0,) * len(head)
     return replace(topology, placement=embedding + ranks + head, layers_per_stage=layers, vocabulary=vocabulary)
 
 
-def gathered_vocabulary(topology: Topology) -> Topology:
-    """Return only the stages of layers, with embedding and head unsplit: the inverse of `spread_vocabulary`.
+def gather_vocabulary(topology: Topology) -> Topology:
+    """Return only the stages of layers, with embedding and head unsplit: the inverse of `split_vocabulary`.
 
-    >>> gathered_vocabulary(spread_vocabulary(Topology(pp=3), "both"))
+    >>> gather_vocabulary(split_vocabulary(Topology(pp=3), "both"))
     Topology(tp=1, pp=3, dp=1, layers_per_stage=(), placement=(), width=1, vocabulary='whole')
     """
     held = slice(topology.layer_stages.start, topology.layer_stages.stop)
@@ -44,7 +44,7 @@ def gathered_vocabulary(topology: Topology) -> Topology:
     return replace(topology, placement=placement, layers_per_stage=layers, vocabulary="whole")
 
 
-def refuse_spread(topology: Topology, who: str) -> None:
+def require_whole_vocabulary(topology: Topology, who: str) -> None:
     """Raise ConfigError for a vocabulary that is split over pipeline ranks."""
     if topology.vocabulary != "whole":
         raise ConfigError(
@@ -53,7 +53,7 @@ def refuse_spread(topology: Topology, who: str) -> None:
         )
 
 
-def _other_ranks(pp: int, rank: int) -> tuple[int, ...]:
+def _list_other_ranks(pp: int, rank: int) -> tuple[int, ...]:
     """Return all but one rank in the order of a chain that begins next to it."""
     others = (one for one in range(pp) if one != rank)
     return tuple(sorted(others, reverse=rank == pp - 1))

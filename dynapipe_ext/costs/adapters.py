@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from dynapipe_ext.batch.topology import Topology, ZeroStage, refuse_half_layers
-from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
+from dynapipe_ext.batch.topology import Topology, ZeroStage, require_whole_layers
+from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
 from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjust
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.states import ADAM_MOMENTS, BYTES_PER_PARAMETER, StateRecipe, count_parameters, state_bytes
@@ -40,7 +40,7 @@ def adapter_costs(
     as wide as weights, unless the base has measured what is stored under these adapters. The adapters' own forward,
     r (inputs + outputs) products a token, is not counted: about a hundredth.
     """
-    refuse_spread(topology, "a model with adapters")
+    require_whole_vocabulary(topology, "a model with adapters")
     layers = _layers(architecture, topology)
     trained = layers * lora.num_weights_a_block
     static = state_bytes(
@@ -83,4 +83,4 @@ def _trained_shares(lora: LoraSettings, architecture: Architecture, topology: To
 
 def _layers(architecture: Architecture, topology: Topology) -> IntArray:
     counts = topology.with_layers(architecture.num_layers).layers_per_stage
-    return np.array(refuse_half_layers(counts, "a model with adapters"), np.int64)
+    return np.array(require_whole_layers(counts, "a model with adapters"), np.int64)

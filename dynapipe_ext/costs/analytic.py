@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, carried_start
+from dynapipe_ext.batch.micro_batches import MicroBatch, count_earlier_positions
 from dynapipe_ext.batch.topology import (
     DTYPE_OF_WIDTH,
     ActivationFormat,
@@ -18,9 +18,9 @@ from dynapipe_ext.batch.topology import (
     ReplicaCollectives,
     Topology,
     ZeroStage,
-    refuse_half_layers,
+    require_whole_layers,
 )
-from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
+from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.codec import fields_to_json, from_json
 from dynapipe_ext.costs.features import Features, Kinds, PiecePositions, split_kinds
@@ -237,7 +237,7 @@ class AnalyticCosts(CostModel):
 
     def _check_pairs(self) -> None:
         a, tp, width = self.architecture, self.topology.tp, self.topology.width
-        refuse_spread(self.topology, "a model with a decoder side")
+        require_whole_vocabulary(self.topology, "a model with a decoder side")
         _ = _layers_of_stages(a, self.topology)  # refuses what cannot be cut
         for name, size in (("num_heads", a.num_heads), ("ffn_hidden_size", a.ffn_hidden_size)):
             if size % tp:
@@ -299,7 +299,7 @@ class AnalyticCosts(CostModel):
     def stage_layers(self) -> IntArray:
         """(encoder or decoder-only, decoder) layers of every stage, shape (S, 2). Raises ConfigError for half ones."""
         layers = stage_layers(self.architecture, self.topology)
-        refuse_half_layers(self.topology.layers_per_stage, "an estimate")
+        require_whole_layers(self.topology.layers_per_stage, "an estimate")
         return np.array(layers, np.int64)
 
     def over(self, topology: Topology | None) -> tuple[AnalyticCosts, Topology]:
@@ -676,4 +676,4 @@ class AnalyticCosts(CostModel):
 def _longest(m: MicroBatch) -> int:
     """Return the positions that the longest row, or document of a packed row, needs embeddings for."""
     whole = m.layout == "padded" or m.attention == "row"
-    return m.encoder_len if whole else carried_start(m) + max(m.documents)
+    return m.encoder_len if whole else count_earlier_positions(m) + max(m.documents)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, Layout, MicroBatch
 from dynapipe_ext.batch.topology import Offload, ReplicaCollectives, Topology
-from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
+from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.features import Features, split_kinds
@@ -248,7 +248,7 @@ def estimated_costs(
     )
     base, plain = _counted_costs(architecture, cluster, strategy, precision), None
     if not cluster.device.is_fused and counts_plain_layers(architecture):
-        refuse_spread(topology, "an estimate of operators one by one")
+        require_whole_vocabulary(topology, "an estimate of operators one by one")
         plain = PlainLayers(base, packed=layout == "packed")
     return EstimatedCosts(base=base, states=held, strategy=strategy, recipe=recipe, cluster=cluster, plain=plain)
 

@@ -16,8 +16,8 @@ from dynapipe_ext.batch.micro_batches import (
     MicroBatch,
     Recompute,
     SampleLength,
+    make_length_error,
     recompute_of_layers,
-    refused_length,
 )
 from dynapipe_ext.costs.grid import BoolArray, IntArray
 
@@ -89,7 +89,7 @@ class Features:
         try:
             counts = np.fromiter(chain.from_iterable(map(_count_positions, micro_batches)), np.int64)
         except OverflowError as error:
-            raise refused_length(max(m.padded_tokens for m in micro_batches)) from error
+            raise make_length_error(max(m.padded_tokens for m in micro_batches)) from error
         positions, pieces = np.ascontiguousarray(counts.reshape(-1, 5).T), None
         if any(m.attention == "carried" for m in micro_batches):
             pieces = PiecePositions.of(micro_batches)
@@ -112,7 +112,7 @@ class Features:
 
     def with_recompute(self, recompute: Recompute) -> Features:
         """Return the features of the same micro-batches under another recomputation mode."""
-        micro_batches = [m.recomputing(recompute) for m in self.micro_batches]
+        micro_batches = [m.with_recompute(recompute) for m in self.micro_batches]
         return replace(self, recompute=np.full(self.recompute.shape, recompute), micro_batches=micro_batches)
 
     @property

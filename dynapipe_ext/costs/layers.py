@@ -13,7 +13,7 @@ from dynapipe_ext.batch.micro_batches import (
     ALL_RECOMPUTES,
     Recompute,
 )
-from dynapipe_ext.batch.topology import StageLayers, Topology, layers_of_cut, refuse_half_layers
+from dynapipe_ext.batch.topology import StageLayers, Topology, list_stage_layers, require_whole_layers
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import Architecture
@@ -114,8 +114,8 @@ def layers_of_stages(
     """(encoder, decoder) layers of every stage, whole ones: halves do not count. Without `layers_per_stage`, layer i of
     T is on stage i S // T. Errors: ConfigError for half layers of a model with a decoder side."""
     if num_layers == total_layers and layers_per_stage:
-        return [(len(stage.whole), 0) for stage in layers_of_cut(layers_per_stage)]
-    whole = refuse_half_layers(layers_per_stage, "a model with a decoder side")
+        return [(len(stage.whole), 0) for stage in list_stage_layers(layers_per_stage)]
+    whole = require_whole_layers(layers_per_stage, "a model with a decoder side")
     stage_of = [s for s, n in enumerate(whole) for _ in range(n)]
     stage_of = stage_of or [i * num_stages // total_layers for i in range(total_layers)]
     counts = [[0, 0] for _ in range(num_stages)]

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dynapipe_ext.batch.topology import OFFLOADS, ZERO_STAGES, Offload, Topology, refuse_half_layers
-from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
+from dynapipe_ext.batch.topology import OFFLOADS, ZERO_STAGES, Offload, Topology, require_whole_layers
+from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
 from dynapipe_ext.costs.grid import IntArray
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
@@ -189,8 +189,8 @@ def count_parameters(a: Architecture, topology: Topology, ep: int = 1) -> StageP
     [124439808]
     """
     if a.num_decoder_layers:
-        refuse_spread(topology, "a model with a decoder side")
-        refuse_half_layers(topology.layers_per_stage, "an encoder-decoder")
+        require_whole_vocabulary(topology, "a model with a decoder side")
+        require_whole_layers(topology.layers_per_stage, "an encoder-decoder")
     else:
         checked_topology(a, topology, ep)
     topology = topology.with_layers(a.total_layers)

@@ -21,8 +21,8 @@ from dynapipe_ext.batch.micro_batches import (
     with_sliced_head,
     without_stage,
 )
-from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, refuse_half_layers
-from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
+from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, require_whole_layers
+from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
 from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.codec import fields_to_json, from_json, to_json
@@ -149,9 +149,9 @@ class CostTable(CostModel):
         _ = self.topology.with_layers(self.total_layers)  # rejects a cut that does not have as many
         if self.has_decoder or not self._prices_halves:
             who = "a model with a decoder side" if self.has_decoder else "a cost table without grids of both halves"
-            refuse_half_layers(self.topology.layers_per_stage, who)
+            require_whole_layers(self.topology.layers_per_stage, who)
         if self.has_decoder:
-            refuse_spread(self.topology, "a table with a decoder side")
+            require_whole_vocabulary(self.topology, "a table with a decoder side")
         if self.topology.vocabulary == "head" and self.parameter_bytes.get("tied_head"):
             raise refused_tie()
         if self.pieces and set(self.pieces.by_recompute) != set(self.recomputes):
@@ -271,7 +271,7 @@ class CostTable(CostModel):
         m, features = micro_batch, Features.of([micro_batch])
         (shape,) = self._equivalent_shapes(features).T
         if "B" in self.working_in:
-            m = m.recomputing(without_stage(m.recompute))
+            m = m.with_recompute(without_stage(m.recompute))
         text = f"a {m.layout} micro-batch of {m.rows} x {m.encoder_len}"
         text += f" (decoder {m.decoder_len})" if self.has_decoder else ""
         if m.layout == "packed" and m.attention != "row":

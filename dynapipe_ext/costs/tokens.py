@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import refused_length
-from dynapipe_ext.batch.topology import ActivationFormat, widths_of
+from dynapipe_ext.batch.micro_batches import make_length_error
+from dynapipe_ext.batch.topology import ActivationFormat, list_cp_degrees
 from dynapipe_ext.costs.codec import fields_to_json, from_json
 from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.floor import GrowingTimes
@@ -71,7 +71,7 @@ class TokenCosts(CostModel):
                 if not isinstance(one, int | float | np.integer) or not 0 <= one <= most:
                     raise ConfigError(f"{name} is {short(one)} but costs are numbers of 0 to {most:,}: give one")
         check_tax(self.width_tax)
-        if self.width not in widths_of(self.width):
+        if self.width not in list_cp_degrees(self.width):
             raise ConfigError(f"width is {self.width} but must be a power of two: give one such as 1")
         if self.stage_scale and len(self.stage_scale) != self.num_stages:
             raise ConfigError(f"stage_scale has {len(self.stage_scale)} entries for {self.num_stages} stages")
@@ -100,7 +100,7 @@ class TokenCosts(CostModel):
             scale = scale * ((1 + self.width_tax) / self.width)
         linear = np.rint(scale * (self.ns_per_token * tokens)).astype(np.int64)
         if scale.max() * self.ns_per_token_squared * float(squares.max(initial=0)) > _MOST:
-            raise refused_length(int(tokens.max()))
+            raise make_length_error(int(tokens.max()))
         attention = np.rint(scale * (self.ns_per_token_squared * squares)).astype(np.int64)
         tokens = -(-tokens // self.width)  # of a rank's slice
         forward = self.overhead_ns + linear + attention

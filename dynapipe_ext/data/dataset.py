@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import LengthArray, documents_of
+from dynapipe_ext.batch.micro_batches import LengthArray, get_document_lengths
 from dynapipe_ext.data.examples import Example
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds, Truncation
 from dynapipe_ext.data.tokenizer import FILE_NAME, BytesTokenizer, Tokenizer, train_tokenizer
@@ -405,7 +405,7 @@ def open_prepared(directory: str | Path, *, max_seq_len: int) -> TokenDataset:
     Errors: DataError as for `TokenDataset.open`, and for a longer sample.
     """
     dataset = TokenDataset.open(directory)
-    longest_documents = documents_of(dataset.lengths).max(axis=1)
+    longest_documents = get_document_lengths(dataset.lengths).max(axis=1)
     longest = int(longest_documents.argmax())
     if longest_documents[longest] > max_seq_len:
         raise DataError(

@@ -27,13 +27,13 @@ _MANY, _ENDS = 16, 6  # rows of documents next to pieces: from this many on they
 _MOST_DOCUMENTS = 1 << 18  # in the rows that say what documents cost: more take seconds and say the same
 
 
-def micro_batch_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBatchEvaluate:
+def make_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBatchEvaluate:
     """Return a function that prices rows by a cost model (see `bottleneck` for what it counts)."""
     return lambda micro_batches: bottleneck(costs.evaluate(micro_batches), min_in_flight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowRule:
+class RowPackingPolicy:
     """Settings of packed rows: their maximum of positions, and those of the micro-batch."""
 
     max_tokens: int
@@ -46,9 +46,9 @@ class RowRule:
         """Positions that documents may fill so that the row, rounded up, has at most `max_tokens`."""
         return self.max_tokens // self.pad_multiple * self.pad_multiple
 
-    def row(self, samples: Sequence[SampleLength]) -> MicroBatch:
+    def make_row(self, samples: Sequence[SampleLength]) -> MicroBatch:
         """Make a packed micro-batch of samples, in the order of their indices."""
-        return MicroBatch(in_row_order(samples), "packed", self.recompute, self.attention, self.pad_multiple)
+        return MicroBatch(sort_documents(samples), "packed", self.recompute, self.attention, self.pad_multiple)
 
     def check(self, samples: Sequence[SampleLength]) -> None:
         """Raise PlanError, naming the sample, if one is longer than a row."""
@@ -61,7 +61,7 @@ class RowRule:
                 )
 
 
-def in_row_order(documents: Sequence[SampleLength]) -> tuple[SampleLength, ...]:
+def sort_documents(documents: Sequence[SampleLength]) -> tuple[SampleLength, ...]:
     """Return documents in the order of a row: by their index."""
     return tuple(sorted(documents, key=attrgetter("index", "start")) if len(documents) > 1 else documents)
 
@@ -71,18 +71,20 @@ class RowPackings:
     """One batch as packed rows of any number under a rule, each number packed once, whatever it is judged by."""
 
     samples: Sequence[SampleLength]
-    rule: RowRule
+    rule: RowPackingPolicy
     weights: list[int]
-    dearest_first: list[int]
+    sort_by_weight: list[int]
     _made: dict[object, tuple[MicroBatch, ...] | None] = field(default_factory=dict)
     _single: dict[int, MicroBatch] = field(default_factory=dict)  # rows of one sample, by its identity
 
     @classmethod
-    def of(cls, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> RowPackings:
+    def from_samples(
+        cls, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowPackingPolicy
+    ) -> RowPackings:
         """Weigh the samples. Raises PlanError for one that is longer than a row, or that `evaluate` cannot price."""
         rule.check(samples)
-        weights = document_costs(samples, evaluate, rule)
-        return cls(samples, rule, weights, dearest_first(samples, weights))
+        weights = compute_document_costs(samples, evaluate, rule)
+        return cls(samples, rule, weights, sort_by_weight(samples, weights))
 
     @property
     def least(self) -> int:
@@ -90,26 +92,26 @@ class RowPackings:
         sides = sum(s.encoder for s in self.samples), sum(s.decoder for s in self.samples)
         return max(1, *(-(-positions // self.rule.room) for positions in sides))
 
-    def numbering(self, count: int) -> tuple[MicroBatch, ...] | None:
+    def with_count(self, count: int) -> tuple[MicroBatch, ...] | None:
         """Return `count` rows, the same object each time; None if they are too tight."""
         if count not in self._made:
-            rows = pack(self.samples, self.weights, count, self.rule.room, self.dearest_first)
-            self._made[count] = None if rows is None else tuple(map(self._row, rows))
+            rows = pack(self.samples, self.weights, count, self.rule.room, self.sort_by_weight)
+            self._made[count] = None if rows is None else tuple(map(self._make_row, rows))
         return self._made[count]
 
-    def graded(self, step: float, dp: int, room: int) -> tuple[MicroBatch, ...] | None:
-        """Return rows of `graded_sizes`, the largest of about `room` positions, the same object each time; None if
+    def with_grades(self, step: float, dp: int, room: int) -> tuple[MicroBatch, ...] | None:
+        """Return rows of `list_graded_sizes`, the largest of about `room` positions, the same object each time; None if
         documents do not go into such rows."""
         if (step, dp, room) not in self._made:
             tokens, whole = sum(s.tokens for s in self.samples), sum(self.weights)
-            sizes = graded_sizes(whole, max(1, int(_FULL * whole * room / tokens)), step, dp)
+            sizes = list_graded_sizes(whole, max(1, int(_FULL * whole * room / tokens)), step, dp)
             # A smaller row counts as if it held the difference already.
             starts = [(sizes[0] - size, 0, 0) for size in sizes]
-            rows = fill_lightest(self.samples, self.weights, self.dearest_first, starts, self.rule.room)
-            self._made[step, dp, room] = None if rows is None else tuple(self._row(row) for row in rows if row)
+            rows = fill_lightest(self.samples, self.weights, self.sort_by_weight, starts, self.rule.room)
+            self._made[step, dp, room] = None if rows is None else tuple(self._make_row(row) for row in rows if row)
         return self._made[step, dp, room]
 
-    def graded_rooms(self) -> Iterator[int]:
+    def list_graded_rooms(self) -> Iterator[int]:
         """Yield positions of the largest graded row: a full row's, and halves of it that hold the longest sample."""
         longest = max(max(s.encoder, s.decoder) for s in self.samples)
         room = min(self.rule.room, sum(s.tokens for s in self.samples))
@@ -117,15 +119,15 @@ class RowPackings:
             yield room
             room //= 2
 
-    def _row(self, samples: Row) -> MicroBatch:
+    def _make_row(self, samples: Row) -> MicroBatch:
         if len(samples) > 1:
-            return self.rule.row(samples)
+            return self.rule.make_row(samples)
         key = id(samples[0])  # `samples` keeps them
         if key not in self._single:
-            self._single[key] = self.rule.row(samples)
+            self._single[key] = self.rule.make_row(samples)
         return self._single[key]
 
-    def finalists(
+    def list_finalists(
         self,
         evaluate: MicroBatchEvaluate,
         *,
@@ -151,19 +153,19 @@ class RowPackings:
         estimates: dict[int, tuple[int, int, int]] = {}
         estimate = partial(self._estimate, estimates, evaluate, pp=pp, dp=dp, max_bytes=max_bytes)
 
-        def best(column: int) -> int:
+        def find_best(column: int) -> int:
             return min(estimates, key=lambda count: (estimates[count][column], count))
 
-        coarse = list(_counts(self.least, most, dp, 2 if tries > 1 else 1))
+        coarse = list(_list_counts(self.least, most, dp, 2 if tries > 1 else 1))
         refusal = estimate(coarse)
         if not estimates:  # that of one row per sample, the last one tried
             assert refusal is not None
             raise refusal
-        estimate([n for count in sorted({best(1), best(2)}) for n in _between(coarse, count, dp, tries)])
-        ends = best(1), best(2)
+        estimate([n for count in sorted({find_best(1), find_best(2)}) for n in _list_between(coarse, count, dp, tries)])
+        ends = find_best(1), find_best(2)
         close = sorted({*ends, *(count for count in coarse if count in estimates and min(ends) < count < max(ends))})
-        chosen = [best(2), *close[:: -(-len(close) // tries)], close[-1], *([best(0)] if is_split else [])]
-        return [rows for count in dict.fromkeys(chosen) if (rows := self.numbering(count)) is not None]
+        chosen = [find_best(2), *close[:: -(-len(close) // tries)], close[-1], *([find_best(0)] if is_split else [])]
+        return [rows for count in dict.fromkeys(chosen) if (rows := self.with_count(count)) is not None]
 
     def _estimate(
         self,
@@ -180,7 +182,7 @@ class RowPackings:
         refusal = None
         for count in counts:
             try:
-                time_ns = self._priced(count, evaluate, dp=dp, max_bytes=max_bytes)
+                time_ns = self._price(count, evaluate, dp=dp, max_bytes=max_bytes)
             except PlanError as error:
                 refusal = error
                 continue
@@ -190,9 +192,9 @@ class RowPackings:
                 break
         return refusal
 
-    def _priced(self, count: int, evaluate: MicroBatchEvaluate, *, dp: int, max_bytes: int | None) -> IntArray:
+    def _price(self, count: int, evaluate: MicroBatchEvaluate, *, dp: int, max_bytes: int | None) -> IntArray:
         """Return the time of each of `count` rows. Raises PlanError if they are too tight or cannot run."""
-        rows = self.numbering(count)
+        rows = self.with_count(count)
         if rows is None:  # one row per sample always packs, but under equal counts the last rows may have to be shared
             raise PlanError(
                 f"no multiple of {dp} replicas from {self.least} to {count} rows of {self.rule.room} positions holds"
@@ -209,7 +211,7 @@ class RowPackings:
         raise PlanError(f"{row} needs {num_bytes.max():,} B but {max_bytes:,} B is the limit: {move} or the limit")
 
 
-def _counts(least: int, most: int, dp: int, part: int) -> Iterator[int]:
+def _list_counts(least: int, most: int, dp: int, part: int) -> Iterator[int]:
     """Yield numbers of rows from `least` to `most`, in multiples of dp that grow by one part in `part`; `most` is
     last."""
     count = min(most, -(-least // dp) * dp)
@@ -219,7 +221,7 @@ def _counts(least: int, most: int, dp: int, part: int) -> Iterator[int]:
     yield most
 
 
-def _between(tried: Sequence[int], best: int, dp: int, most: int) -> list[int]:
+def _list_between(tried: Sequence[int], best: int, dp: int, most: int) -> list[int]:
     """Return about `most` multiples of dp, evenly spread, between the neighbours of the best number tried."""
     at = tried.index(best)
     low, high = tried[max(0, at - 1)], tried[min(len(tried) - 1, at + 1)]
@@ -227,7 +229,9 @@ def _between(tried: Sequence[int], best: int, dp: int, most: int) -> list[int]:
     return [count for count in counts[:: -(-len(counts) // most) or 1] if count not in tried]
 
 
-def document_costs(samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> list[int]:
+def compute_document_costs(
+    samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowPackingPolicy
+) -> list[int]:
     """Return the cost of each sample as its share of a full row of its like: linear and quadratic parts, without the
     overhead of a micro-batch of one short document.
 
@@ -255,7 +259,7 @@ def document_costs(samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate
     return [each[s.encoder, s.decoder, s.first] for s in samples]
 
 
-def graded_sizes(whole: int, full: int, step: float, dp: int) -> list[int]:
+def list_graded_sizes(whole: int, full: int, step: float, dp: int) -> list[int]:
     """Return sizes of rows that hold `whole` together, the largest first.
 
     A multiple of dp have the `full` size. Of each smaller size, `step` times the next, each replica has two, for its
@@ -263,7 +267,7 @@ def graded_sizes(whole: int, full: int, step: float, dp: int) -> list[int]:
 
     A pipeline fills and drains without waiting for long if micro-batches grow and shrink by little.
 
-    >>> graded_sizes(100, 10, 0.8, 1)
+    >>> list_graded_sizes(100, 10, 0.8, 1)
     [10, 10, 10, 10, 8, 8, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1]
     """
     sizes = [full]
@@ -276,7 +280,7 @@ def graded_sizes(whole: int, full: int, step: float, dp: int) -> list[int]:
     return [full] * num_full + [size for size in smaller_ones for _ in range(2 * dp)]
 
 
-def dearest_first(samples: Sequence[SampleLength], weights: Sequence[int]) -> list[int]:
+def sort_by_weight(samples: Sequence[SampleLength], weights: Sequence[int]) -> list[int]:
     """Return the samples' places by falling weight; of equals the longest comes first."""
     return sorted(range(len(samples)), key=lambda i: (-weights[i], -samples[i].tokens, i))
 
@@ -295,7 +299,7 @@ def pack(
     balanced = fill_lightest(samples, weights, order[num_rows:], firsts, room)
     if balanced is not None:
         return [[samples[i], *row] for i, row in zip(order, balanced, strict=False)]
-    rows = best_fit(samples, room, num_rows)
+    rows = pack_best_fit(samples, room, num_rows)
     return rows if len(rows) == num_rows else None
 
 
@@ -340,7 +344,7 @@ def fill_lightest(
     return rows
 
 
-def best_fit(samples: Sequence[SampleLength], room: int, num_rows: int = 1) -> list[Row]:
+def pack_best_fit(samples: Sequence[SampleLength], room: int, num_rows: int = 1) -> list[Row]:
     """Pack the longest sample first, each into the fullest row that has room for it (best-fit decreasing).
 
     The `num_rows` longest begin rows of their own; more rows are opened for what fits into none. No sample may be
@@ -364,7 +368,7 @@ def best_fit(samples: Sequence[SampleLength], room: int, num_rows: int = 1) -> l
     return rows
 
 
-def finer_splits(
+def list_finer_splits(
     replicas: Sequence[Sequence[MicroBatch]], *, equal_counts: bool, max_tokens: int
 ) -> Iterator[list[list[MicroBatch]]]:
     """Yield the replicas with many rows two in one, then with some of the shortest rows of each in two; under

@@ -36,7 +36,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caps:
+class MicroBatchLimits:
     """Hard limits of one micro-batch (None: no limit) and the multiple its lengths are rounded up to."""
 
     max_bytes: int | None = None
@@ -45,7 +45,7 @@ class Caps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PricedCuts:
+class RangeCosts:
     """Samples in order, and the costs of every range of them that may become a micro-batch.
 
     `shapes[j, r - 1]` is the shape of the r samples that end at sample j, or -1 if these break a cap or take too long.
@@ -58,18 +58,18 @@ class PricedCuts:
     kind_costs: tuple[MicroBatchCosts, ...]
     shapes: ShapeIndex
     sizes: IntArray
-    caps: Caps
+    caps: MicroBatchLimits
     stage_ranks: tuple[int, ...] | None = None
 
-    def micro_batch(self, cut: Cut) -> MicroBatch:
+    def make_micro_batch(self, cut: Cut) -> MicroBatch:
         first, end, kind = cut
         return MicroBatch(self.order[first:end], recompute=self.kinds[kind], pad_multiple=self.caps.pad_multiple)
 
-    def fastest(self, min_in_flight: int) -> tuple[IntArray, IntArray]:
+    def pick_fastest(self, min_in_flight: int) -> tuple[IntArray, IntArray]:
         """Return the time of each shape under the fastest mode of which this many can be held, and that mode."""
-        return fastest(self.kind_costs, self.caps.max_bytes, min_in_flight, self.stage_ranks)
+        return pick_fastest(self.kind_costs, self.caps.max_bytes, min_in_flight, self.stage_ranks)
 
-    def first_cuts(
+    def make_first_cuts(
         self, *, pp: int, dp: int, min_in_flight: int, equal_counts: bool = False, thinning_ns: int = 0
     ) -> list[Cut]:
         """Return cuts that cover the samples in turn, with about the least sum(t) / dp + (pp - 1) max(t) over their
@@ -81,7 +81,7 @@ class PricedCuts:
 
         Raises PlanError if a sample does not fit that often, or if counts cannot be made equal.
         """
-        times, kinds = self.fastest(min_in_flight)
+        times, kinds = self.pick_fastest(min_in_flight)
         costs = np.append(times, INFEASIBLE)[self.shapes]  # the last one for those that are -1
         if (costs[:, 0] >= INFEASIBLE).any():
             worst = int(np.flatnonzero(costs[:, 0] >= INFEASIBLE)[0])
@@ -90,14 +90,14 @@ class PricedCuts:
                 " hold fewer in flight, recompute more or raise tp"
             )
         thinning_ns = thinning_ns or max(1, int(costs[:, 0].max()) // _BOUNDS)
-        ends = best_partition(costs, dp * (pp - 1), thinning_ns)
+        ends = find_best_partition(costs, dp * (pp - 1), thinning_ns)
         count = max(dp, len(ends))
         if equal_counts:
             count = min(-(-count // dp), len(self.order) // dp) * dp
         bounds = pairwise([0, *self._with_count(ends, count, costs, dp)])
         return [Cut(a, b, int(kinds[self.shapes[b - 1, b - a - 1]])) for a, b in bounds]
 
-    def times(self, cuts: Sequence[Cut]) -> list[int]:
+    def compute_times(self, cuts: Sequence[Cut]) -> list[int]:
         """Return the bottleneck time of each cut under its mode, ns."""
         first, end, kind = np.array(cuts, np.int64).reshape(-1, 3).T
         chosen = MicroBatchCosts.choose(self.kind_costs, kind, self.shapes[end - 1, end - first - 1])
@@ -108,15 +108,15 @@ class PricedCuts:
         """Cut the most expensive range of two rows or more where its more expensive half costs least, or merge the two
         neighbours that take least time as one, until there are `count` ranges."""
 
-        def cost(first: int, end: int) -> int:
+        def get_cost(first: int, end: int) -> int:
             return int(costs[end - 1, end - first - 1]) if end - first <= costs.shape[1] else INFEASIBLE
 
         while len(ends) < count:
             ranges = [(a, b) for a, b in pairwise([0, *ends]) if b - a > 1]
-            first, end = max(ranges, key=lambda one: cost(*one))
-            insort(ends, min(range(first + 1, end), key=lambda c: max(cost(first, c), cost(c, end))))
+            first, end = max(ranges, key=lambda one: get_cost(*one))
+            insort(ends, min(range(first + 1, end), key=lambda c: max(get_cost(first, c), get_cost(c, end))))
         while len(ends) > count:
-            merged = [cost(a, c) for a, c in zip([0, *ends], ends[1:], strict=False)]
+            merged = [get_cost(a, c) for a, c in zip([0, *ends], ends[1:], strict=False)]
             if min(merged, default=INFEASIBLE) >= INFEASIBLE:
                 raise PlanError(
                     f"{len(self.order)} samples make {len(ends)} micro-batches, not equally many on {dp} replicas, and"
@@ -127,7 +127,7 @@ class PricedCuts:
         return ends
 
 
-def fastest(
+def pick_fastest(
     kind_costs: Sequence[MicroBatchCosts],
     max_bytes: int | None,
     min_in_flight: int = 1,
@@ -141,7 +141,7 @@ def fastest(
     return times.min(axis=0), times.argmin(axis=0)
 
 
-def best_partition(costs: IntArray, weight: int, thinning_ns: int) -> list[int]:
+def find_best_partition(costs: IntArray, weight: int, thinning_ns: int) -> list[int]:
     """Return the ends of the contiguous ranges that minimise sum + `weight` x max of their costs.
 
     `costs[j, r - 1]` is the cost of the range of r items that ends at item j; each single item must be feasible. As in
@@ -174,7 +174,7 @@ def price_cuts(
     order: Sequence[SampleLength],
     costs: PricesShapes,
     kinds: Sequence[Recompute],
-    caps: Caps,
+    caps: MicroBatchLimits,
     *,
     weight: int,
     equal_counts: bool = False,
@@ -182,7 +182,7 @@ def price_cuts(
     stage_ranks: tuple[int, ...] | None = None,
     min_in_flight: int = 1,
     is_exact: bool = False,
-) -> PricedCuts:
+) -> RangeCosts:
     """Price the ranges of samples within the caps that are not too long to be worth a look.
 
     Even cuts, judged by sum(t) + `weight` x max(t), are best at some time per micro-batch. A range may take a quarter
@@ -198,19 +198,19 @@ def price_cuts(
     least_ns, most_ns = 0, max(1, int(singles.max()))  # if nothing takes time, all cuts are equal
     if is_exact and not weight:
         most_ns = INFEASIBLE - 1
-        table.grow(most_ns)
+        table.price_up_to(most_ns)
     else:
-        while not least_ns or table.even_cuts(most_ns, weight) < table.even_cuts(least_ns, weight):
+        while not least_ns or table.cut_evenly(most_ns, weight) < table.cut_evenly(least_ns, weight):
             least_ns, most_ns = most_ns, most_ns * (8 if equal_counts or least_work else 5) // 4
-            table.grow(most_ns)
+            table.price_up_to(most_ns)
         if is_exact:  # no part of an optimum takes longer than the value of any partition / weight
-            most_ns = max(most_ns, min(INFEASIBLE - 1, table.even_cuts(least_ns, weight) // weight))
-            table.grow(most_ns)
-    return PricedCuts(
+            most_ns = max(most_ns, min(INFEASIBLE - 1, table.cut_evenly(least_ns, weight) // weight))
+            table.price_up_to(most_ns)
+    return RangeCosts(
         order=tuple(order),
         kinds=tuple(kinds),
         kind_costs=tuple(MicroBatchCosts.join(parts, like=parts[0]) for parts in table.priced),
-        shapes=table.shapes(most_ns),
+        shapes=table.list_shapes(most_ns),
         sizes=np.concatenate(table.sizes, axis=1),
         caps=table.caps,
         stage_ranks=stage_ranks,
@@ -225,7 +225,7 @@ class _Table:
         order: Sequence[SampleLength],
         costs: PricesShapes,
         kinds: Sequence[Recompute],
-        caps: Caps,
+        caps: MicroBatchLimits,
         stage_ranks: tuple[int, ...] | None,
         min_in_flight: int,
     ) -> None:
@@ -250,9 +250,9 @@ class _Table:
         self.times = np.zeros(0, np.int64)
         self.sizes: list[IntArray] = []
         self.cells = np.zeros((0, len(self.last)), np.int32)  # (row counts, classes): the shape, -1 while not priced
-        self.grow(0)
+        self.price_up_to(0)
 
-    def grow(self, most_ns: int) -> None:
+    def price_up_to(self, most_ns: int) -> None:
         """Price all ranges that take no longer than that; 0: those of one sample."""
         count = self.own.shape[1] if most_ns else 1
         alive, longest, high = np.arange(len(self.last)), self.own[:, self.last], 0
@@ -277,7 +277,7 @@ class _Table:
         _, first, back = np.unique(key, return_index=True, return_inverse=True)
         rows, encoder, decoder = sizes = np.stack([rows, encoder, decoder])[:, first]
         priced = [self.costs.evaluate_shapes(self.rows_a_sample * rows, encoder, decoder, kind) for kind in self.kinds]
-        time_ns, _ = fastest(priced, self.caps.max_bytes, self.min_in_flight, self.stage_ranks)
+        time_ns, _ = pick_fastest(priced, self.caps.max_bytes, self.min_in_flight, self.stage_ranks)
         time_ns[rows * (encoder + decoder) > (self.caps.max_tokens or INFEASIBLE)] = INFEASIBLE
         shapes: IntArray = len(self.times) + back.reshape(-1)
         self.times = np.concatenate([self.times, time_ns])
@@ -286,7 +286,7 @@ class _Table:
             parts.append(costs)
         return shapes
 
-    def _cells(self, most_ns: int) -> tuple[ShapeIndex, IntArray]:
+    def _list_cells(self, most_ns: int) -> tuple[ShapeIndex, IntArray]:
         """Return shapes and times (rows, classes) of the ranges that take no longer than that, and of single
         samples."""
         times = np.where(self.cells >= 0, self.times[self.cells], INFEASIBLE)
@@ -294,17 +294,17 @@ class _Table:
         late[0] = False
         return np.where(late, np.int32(-1), self.cells), np.where(late, INFEASIBLE, times)
 
-    def shapes(self, most_ns: int) -> ShapeIndex:
-        """Return the `shapes` of `PricedCuts`, (samples, rows)."""
-        cells, _ = self._cells(most_ns)
+    def list_shapes(self, most_ns: int) -> ShapeIndex:
+        """Return the `shapes` of `RangeCosts`, (samples, rows)."""
+        cells, _ = self._list_cells(most_ns)
         cells = cells[: int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1]
         rows, samples = np.indices((len(cells), len(self.member)), np.int32, sparse=True)
         shapes = np.where(rows > samples, np.int32(-1), cells[:, self.member])  # none reaches beyond the first sample
         return np.ascontiguousarray(shapes.T)
 
-    def even_cuts(self, most_ns: int, weight: int) -> int:
+    def cut_evenly(self, most_ns: int, weight: int) -> int:
         """Return sum + weight x max of ranges cut from the end, each as long as `most_ns` lets it be."""
-        _, times = self._cells(most_ns)
+        _, times = self._list_cells(most_ns)
         fits = times < INFEASIBLE
         longest = (len(fits) - fits[::-1].argmax(axis=0))[self.member].tolist()
         total = most = 0
@@ -340,7 +340,7 @@ class _Table:
         )
 
 
-def ordered(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLength]:
+def sort_samples(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLength]:
     """Return the samples in the order in which they are cut.
 
     sorted: by encoder length (of a pair, its longer document's), then decoder length. classes, for encoder-decoder
@@ -348,7 +348,7 @@ def ordered(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLen
     by encoder length, up and down in turns, so that neighbours resemble each other on both sides.
 
     >>> lengths = [(9, 1), (2, 1), (5, 2), (7, 3), (3, 4)]
-    >>> [(s.encoder, s.decoder) for s in ordered([SampleLength(0, e, d) for e, d in lengths], "classes")]
+    >>> [(s.encoder, s.decoder) for s in sort_samples([SampleLength(0, e, d) for e, d in lengths], "classes")]
     [(2, 1), (5, 2), (9, 1), (7, 3), (3, 4)]
     """
 

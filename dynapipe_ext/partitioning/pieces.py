@@ -13,11 +13,11 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, Pieces, Recompute, Samp
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.packing import (
     MicroBatchEvaluate,
-    RowRule,
-    dearest_first,
-    document_costs,
+    RowPackingPolicy,
+    compute_document_costs,
     fill_lightest,
-    in_row_order,
+    sort_by_weight,
+    sort_documents,
 )
 
 PIECE_TOKENS = (2048, 4096, 8192, 16384, 32768)  # tried if the planner chooses
@@ -26,10 +26,10 @@ FINER_TOKENS = (2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152)
 _LOOSER = 16  # one row more for this many, if documents find no row
 
 
-def piece_sizes(pieces: Pieces | Literal["finer"], longest: int, max_tokens: int) -> list[int]:
+def list_piece_sizes(pieces: Pieces | Literal["finer"], longest: int, max_tokens: int) -> list[int]:
     """List the tokens per piece that are worth a try, none above `max_tokens` (0: no cap) or the longest sample.
 
-    >>> piece_sizes("auto", 9000, 0), piece_sizes(3000, 9000, 0), piece_sizes("auto", 2048, 0)
+    >>> list_piece_sizes("auto", 9000, 0), list_piece_sizes(3000, 9000, 0), list_piece_sizes("auto", 2048, 0)
     ([2048, 4096, 8192], [3000], [])
     """
     choices: Mapping[object, tuple[int, ...]] = {"off": (), "auto": PIECE_TOKENS, "finer": FINER_TOKENS}
@@ -46,7 +46,7 @@ class RowTime:
     square_ns: float = 0.0
 
     @staticmethod
-    def rows(tokens: int, longest: int, recompute: Recompute) -> list[MicroBatch]:
+    def make_rows(tokens: int, longest: int, recompute: Recompute) -> list[MicroBatch]:
         """Return three rows whose times determine it: a piece of half of `tokens` and one of about all of them at the
         start of a sample, and one of half of them at the end of the longest sample."""
         half = max(1, tokens // 2)
@@ -58,7 +58,7 @@ class RowTime:
         return [MicroBatch((one,), "packed", recompute, "carried") for one in pieces]
 
     @classmethod
-    def of(cls, rows: Sequence[MicroBatch], times_ns: Sequence[int]) -> RowTime:
+    def from_times(cls, rows: Sequence[MicroBatch], times_ns: Sequence[int]) -> RowTime:
         """Fit the times of `rows`."""
         half, whole, start = rows[0].encoder_len, rows[1].encoder_len, rows[2].samples[0].start
         short_ns, long_ns, late_ns = times_ns
@@ -72,10 +72,10 @@ class RowTime:
         """Return the time of a sample in `count` pieces."""
         return count * self.overhead_ns + length * (self.token_ns + self.square_ns * length)
 
-    def position(self, share: float, length: int) -> float:
+    def find_position(self, share: float, length: int) -> float:
         """Return the position by which a share of a sample's time has passed, without the overhead.
 
-        >>> round(RowTime().position(0.5, 100)), round(RowTime(square_ns=1e9).position(0.25, 100))
+        >>> round(RowTime().find_position(0.5, 100)), round(RowTime(square_ns=1e9).find_position(0.25, 100))
         (50, 50)
         """
         squared = self.square_ns / self.token_ns
@@ -98,10 +98,10 @@ class PieceChoice:
     hoped_ns: float
 
     @classmethod
-    def of(
+    def estimate(
         cls, samples: Sequence[SampleLength], time: RowTime, tokens: int, even: RowTime, *, dp: int, depth: int
     ) -> PieceChoice:
-        """Estimate rows as `rows_with_pieces` fills them on `dp` replicas of `depth` ranks, by a few sums."""
+        """Estimate rows as `pack_with_pieces` fills them on `dp` replicas of `depth` ranks, by a few sums."""
         lengths = [s.encoder for s in samples]
         long = [(length, -(-length // tokens)) for length in lengths if length > tokens]
         short = [length for length in lengths if length <= tokens]
@@ -117,9 +117,11 @@ class PieceChoice:
         fill_ns = (depth - 1) * max(*max_ns, (num_rows > 0) * time.work_ns(tokens, 1), 0.0)
         return cls(tokens=tokens, even=even, makespan_ns=busiest_ns + fill_ns, hoped_ns=busiest_ns + fill_ns / 2)
 
-    def rows(self, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> list[MicroBatch]:
+    def make_rows(
+        self, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowPackingPolicy
+    ) -> list[MicroBatch]:
         """Cut the samples in this way into rows."""
-        return rows_with_pieces(samples, self.even, evaluate, rule)
+        return pack_with_pieces(samples, self.even, evaluate, rule)
 
 
 def pick_promising(choices: Sequence[PieceChoice], *, with_smallest: bool = False) -> list[PieceChoice]:
@@ -130,7 +132,7 @@ def pick_promising(choices: Sequence[PieceChoice], *, with_smallest: bool = Fals
     return list(dict.fromkeys([*best, *(one for one in choices if with_smallest and one.tokens == tokens)]))
 
 
-def piece_choices(
+def list_piece_choices(
     samples: Sequence[SampleLength],
     evaluate: MicroBatchEvaluate,
     sizes: Sequence[int],
@@ -146,23 +148,23 @@ def piece_choices(
     if any(s.decoder for s in samples):
         raise PlanError("samples with a decoder side cannot be cut into pieces: plan whole samples (pieces off)")
     longest = max(s.encoder for s in samples)
-    rows = [RowTime.rows(tokens, longest, recompute) for tokens in sizes]
+    rows = [RowTime.make_rows(tokens, longest, recompute) for tokens in sizes]
     times_ns = iter(_prices(evaluate, [row for three in rows for row in three]))
     row_times: dict[int, RowTime] = {}
     for tokens, three in zip(sizes, rows, strict=True):
         priced_ns = [ns for ns in islice(times_ns, len(three)) if ns is not None]
         if len(priced_ns) == len(three):
-            row_times[tokens] = RowTime.of(three, priced_ns)
+            row_times[tokens] = RowTime.from_times(three, priced_ns)
     if not row_times:
         evaluate(rows[0])  # raises, naming what has no price
     firsts: list[MicroBatch] = []  # the longest pieces of equal time: first ones attend to the fewest positions
     for tokens, time in row_times.items():
-        ends = (time.position(1 / -(-s.encoder // tokens), s.encoder) for s in samples if s.encoder > tokens)
+        ends = (time.find_position(1 / -(-s.encoder // tokens), s.encoder) for s in samples if s.encoder > tokens)
         firsts.append(MicroBatch((SampleLength(0, math.ceil(max(ends))),), "packed", recompute, "carried"))
     choices: list[PieceChoice] = []
     for (tokens, time), first_ns in zip(row_times.items(), _prices(evaluate, firsts), strict=True):
         ways = [RowTime()] if first_ns is None else [RowTime(), time]
-        choices += [PieceChoice.of(samples, time, tokens, even, dp=dp, depth=depth) for even in ways]
+        choices += [PieceChoice.estimate(samples, time, tokens, even, dp=dp, depth=depth) for even in ways]
     return choices
 
 
@@ -174,10 +176,10 @@ def _prices(evaluate: MicroBatchEvaluate, rows: Sequence[MicroBatch]) -> list[in
         return [None] if len(rows) == 1 else [ns for row in rows for ns in _prices(evaluate, [row])]
 
 
-def piece(sample: SampleLength, offset: int, length: int) -> SampleLength:
+def cut_piece(sample: SampleLength, offset: int, length: int) -> SampleLength:
     """Return positions offset .. offset + length of a decoder-only sample, with the targets that lie in them.
 
-    >>> [piece(SampleLength(7, 10, target=4), at, 5).target for at in (0, 3, 5)]
+    >>> [cut_piece(SampleLength(7, 10, target=4), at, 5).target for at in (0, 3, 5)]
     [0, 2, 4]
     """
     first_target = sample.encoder - sample.target
@@ -185,26 +187,26 @@ def piece(sample: SampleLength, offset: int, length: int) -> SampleLength:
     return SampleLength(sample.index, length, 0, target, sample.start + offset)
 
 
-def in_pieces(sample: SampleLength, max_tokens: int, multiple: int, time: RowTime) -> list[SampleLength]:
+def cut_into_pieces(sample: SampleLength, max_tokens: int, multiple: int, time: RowTime) -> list[SampleLength]:
     """Cut a sample into as few pieces as pieces of `max_tokens` would be, equal in time (in length, if squares cost
     nothing). The length of each but the last is a multiple of `multiple`.
 
-    >>> [(p.start, p.encoder) for p in in_pieces(SampleLength(0, 100), 40, 8, RowTime())]
+    >>> [(p.start, p.encoder) for p in cut_into_pieces(SampleLength(0, 100), 40, 8, RowTime())]
     [(0, 40), (40, 32), (72, 28)]
     """
     count = -(-sample.encoder // max_tokens)
-    even_ends = [time.position(k / count, sample.encoder) for k in range(1, count)]
+    even_ends = [time.find_position(k / count, sample.encoder) for k in range(1, count)]
     ends = [*(round_up(math.ceil(end), multiple) for end in even_ends), sample.encoder]
     pieces, start = [], 0
     for end in ends:
         if start < end <= sample.encoder:
-            pieces.append(piece(sample, start, end - start))
+            pieces.append(cut_piece(sample, start, end - start))
             start = end
     return pieces
 
 
-def rows_with_pieces(
-    samples: Sequence[SampleLength], time: RowTime, evaluate: MicroBatchEvaluate, rule: RowRule
+def pack_with_pieces(
+    samples: Sequence[SampleLength], time: RowTime, evaluate: MicroBatchEvaluate, rule: RowPackingPolicy
 ) -> list[MicroBatch]:
     """Return packed rows of about `rule.max_tokens` positions, of long samples and short documents.
 
@@ -215,20 +217,22 @@ def rows_with_pieces(
     """
     long = [s for s in samples if s.encoder > rule.room]
     short = [s for s in samples if s.encoder <= rule.room]
-    heads = [_piece_row(rule, (p,)) for s in long for p in in_pieces(s, rule.room, rule.pad_multiple, time)]
+    heads = [_make_piece_row(rule, (p,)) for s in long for p in cut_into_pieces(s, rule.room, rule.pad_multiple, time)]
     if not short:
         return heads
     loads = evaluate(heads)[0].tolist() if heads else []
-    costs = document_costs(short, evaluate, rule)
-    order = dearest_first(short, costs)
+    costs = compute_document_costs(short, evaluate, rule)
+    order = sort_by_weight(short, costs)
     starts = [(load, head.samples[0].encoder, 0) for load, head in zip(loads, heads, strict=True)]
     free = sum(max(0, rule.room - fill) for _, fill, _ in starts)
     num_rows = max(0, -(-(sum(s.encoder for s in short) - free) // rule.room))
     while (rows := fill_lightest(short, costs, order, [*starts, *[(0, 0, 0)] * num_rows], rule.room)) is None:
         num_rows += 1 + num_rows // _LOOSER
-    mixed = [_piece_row(rule, (*head.samples, *in_row_order(row))) for head, row in zip(heads, rows, strict=False)]
-    return mixed + [rule.row(row) for row in rows[len(heads) :] if row]
+    mixed = [
+        _make_piece_row(rule, (*head.samples, *sort_documents(row))) for head, row in zip(heads, rows, strict=False)
+    ]
+    return mixed + [rule.make_row(row) for row in rows[len(heads) :] if row]
 
 
-def _piece_row(rule: RowRule, samples: tuple[SampleLength, ...]) -> MicroBatch:
+def _make_piece_row(rule: RowPackingPolicy, samples: tuple[SampleLength, ...]) -> MicroBatch:
     return MicroBatch(samples, "packed", rule.recompute, "carried", rule.pad_multiple)

@@ -13,14 +13,14 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.balance import assign_replicas, karmarkar_karp
 from dynapipe_ext.partitioning.packing import (
     MicroBatchEvaluate,
-    RowRule,
-    best_fit,
-    dearest_first,
-    document_costs,
+    RowPackingPolicy,
+    compute_document_costs,
     pack,
+    pack_best_fit,
+    sort_by_weight,
 )
-from dynapipe_ext.partitioning.padded import Caps, SortOrder, ordered, price_cuts
-from dynapipe_ext.partitioning.pieces import piece
+from dynapipe_ext.partitioning.padded import MicroBatchLimits, SortOrder, price_cuts, sort_samples
+from dynapipe_ext.partitioning.pieces import cut_piece
 
 
 def check_enough(num_samples: int, dp: int) -> None:
@@ -76,7 +76,7 @@ def pad_to_batch_max(
         )
     if rows_per_micro_batch and not equal_counts:
         rows = max(1, min(rows, len(samples) // dp))
-    bounds = _even_bounds("samples", len(samples), rows, dp if equal_counts else 0)
+    bounds = _list_bounds("samples", len(samples), rows, dp if equal_counts else 0)
     micro_batches = [
         MicroBatch(tuple(samples[a:b]), "padded", recompute, pad_multiple=pad_multiple, min_len=row_len)
         for a, b in pairwise(bounds)
@@ -84,11 +84,11 @@ def pad_to_batch_max(
     return [micro_batches[rank::dp] for rank in range(dp)]
 
 
-def _even_bounds(items: str, num_items: int, size: int, multiple: int) -> list[int]:
+def _list_bounds(items: str, num_items: int, size: int, multiple: int) -> list[int]:
     """Return the bounds of contiguous parts of `size` items, the last of fewer; or of parts alike, whose number is a
     multiple. Raises PlanError if there are too few items.
 
-    >>> _even_bounds("samples", 7, 3, 0), _even_bounds("samples", 7, 3, 2)
+    >>> _list_bounds("samples", 7, 3, 0), _list_bounds("samples", 7, 3, 2)
     ([0, 3, 6, 7], [0, 1, 3, 5, 7])
     """
     if not multiple:
@@ -102,7 +102,7 @@ def _even_bounds(items: str, num_items: int, size: int, multiple: int) -> list[i
     return [num_items * part // count for part in range(count + 1)]
 
 
-def fixed_rows(
+def cut_fixed_rows(
     samples: Sequence[SampleLength],
     *,
     row_len: int,
@@ -122,7 +122,7 @@ def fixed_rows(
     Raises PlanError under `equal_counts` for too few positions.
     """
     _check_decoder_only(samples)
-    bounds = _even_bounds("positions", sum(s.encoder for s in samples), row_len, dp if equal_counts else 0)
+    bounds = _list_bounds("positions", sum(s.encoder for s in samples), row_len, dp if equal_counts else 0)
     rows: list[list[SampleLength]] = [[] for _ in bounds[1:]]
     start = 0
     for sample in samples:
@@ -130,7 +130,7 @@ def fixed_rows(
         while done < sample.encoder:
             row = bisect_right(bounds, start + done)  # the one that ends there
             length = min(sample.encoder - done, bounds[row] - start - done)
-            rows[row - 1].append(piece(sample, done, length))
+            rows[row - 1].append(cut_piece(sample, done, length))
             done += length
         start += sample.encoder
     micro_batches = [
@@ -139,7 +139,7 @@ def fixed_rows(
     return [micro_batches[rank::dp] for rank in range(dp)]
 
 
-def packed_documents(
+def pack_documents(
     samples: Sequence[SampleLength],
     evaluate: MicroBatchEvaluate,
     *,
@@ -158,13 +158,13 @@ def packed_documents(
 
     Raises PlanError, naming the sample, if one is longer than a row; and if no such number of rows holds the batch.
     """
-    rule = RowRule(max_tokens=max_tokens, pad_multiple=pad_multiple, recompute=recompute)
+    rule = RowPackingPolicy(max_tokens=max_tokens, pad_multiple=pad_multiple, recompute=recompute)
     rule.check(samples)
-    rows, busy = best_fit(samples, rule.room), min(dp, len(samples))
+    rows, busy = pack_best_fit(samples, rule.room), min(dp, len(samples))
     count = round_up(len(rows), dp) if equal_counts else busy
     if len(rows) < (count if equal_counts else dp):
-        weights = document_costs(samples, evaluate, rule)
-        order = dearest_first(samples, weights)
+        weights = compute_document_costs(samples, evaluate, rule)
+        order = sort_by_weight(samples, weights)
         counts = [count, count - dp] if equal_counts and count > dp else [count]
         spread = (pack(samples, weights, one, rule.room, order) for one in counts)
         rows = next((packed for packed in spread if packed is not None), [])
@@ -173,7 +173,7 @@ def packed_documents(
             f"{len(samples)} samples do not spread over {' or '.join(map(str, counts))} rows of {rule.room} positions"
             f" for {dp} replicas: enlarge the global batch, raise max_tokens or let counts differ"
         )
-    micro_batches = [rule.row(row) for row in rows]
+    micro_batches = [rule.make_row(row) for row in rows]
     shares = assign_replicas(evaluate(micro_batches)[0].tolist(), busy, equal_counts=equal_counts)
     return [[micro_batches[i] for i in share] for share in shares] + [[] for _ in range(dp - busy)]
 
@@ -202,15 +202,15 @@ def list_row_lengths(longest: int, tokens: int, *, num_rows: int, pad_multiple: 
 def with_short_ends(replicas: Replicas, evaluate: MicroBatchEvaluate) -> Replicas:
     """Order each replica's micro-batches so that the cheapest come first and last: a pipeline then fills and drains in
     the least time, as verl orders them."""
-    ordered: Replicas = []
+    sort_samples: Replicas = []
     for micro_batches in replicas:
         time_ns = evaluate(micro_batches)[0].tolist() if micro_batches else []
         falling = sorted(range(len(micro_batches)), key=lambda m: (-time_ns[m], m))
-        ordered.append([micro_batches[m] for m in (*falling[::2][::-1], *falling[1::2])])
-    return ordered
+        sort_samples.append([micro_batches[m] for m in (*falling[::2][::-1], *falling[1::2])])
+    return sort_samples
 
 
-def dynapipe_rule(
+def split_as_dynapipe(
     samples: Sequence[SampleLength],
     costs: PricesShapes,
     kinds: Sequence[Recompute],
@@ -234,15 +234,15 @@ def dynapipe_rule(
     multiple of `dp` micro-batches, and the replicas are balanced at equal counts.
     """
     orders: tuple[SortOrder, ...] = ("sorted", "classes") if any(s.decoder for s in samples) else ("sorted",)
-    caps, busy = Caps(max_bytes=max_bytes, pad_multiple=pad_multiple), min(dp, len(samples))
+    caps, busy = MicroBatchLimits(max_bytes=max_bytes, pad_multiple=pad_multiple), min(dp, len(samples))
     refusal = PlanError(f"no recomputation mode of {kinds} is one of DynaPipe's: give one of {LAYER_RECOMPUTES}")
     for kind in LAYER_RECOMPUTES:
         if kind not in kinds:
             continue
         try:
             splits = [
-                _optimal_ranges(
-                    ordered(samples, order), costs, kind, caps, pp=pp, dp=busy, equal_counts=equal_counts,
+                _cut_optimal_ranges(
+                    sort_samples(samples, order), costs, kind, caps, pp=pp, dp=busy, equal_counts=equal_counts,
                     thinning_ns=thinning_ns,
                 )
                 for order in orders
@@ -256,11 +256,11 @@ def dynapipe_rule(
     raise refusal
 
 
-def _optimal_ranges(
+def _cut_optimal_ranges(
     order: Sequence[SampleLength],
     costs: PricesShapes,
     kind: Recompute,
-    caps: Caps,
+    caps: MicroBatchLimits,
     *,
     pp: int,
     dp: int,
@@ -271,5 +271,5 @@ def _optimal_ranges(
     priced = price_cuts(
         order, costs, [kind], caps, weight=dp * (pp - 1), equal_counts=equal_counts, min_in_flight=pp, is_exact=True
     )
-    cuts = priced.first_cuts(pp=pp, dp=dp, min_in_flight=pp, equal_counts=equal_counts, thinning_ns=thinning_ns)
-    return [priced.micro_batch(cut) for cut in cuts], priced.times(cuts)
+    cuts = priced.make_first_cuts(pp=pp, dp=dp, min_in_flight=pp, equal_counts=equal_counts, thinning_ns=thinning_ns)
+    return [priced.make_micro_batch(cut) for cut in cuts], priced.compute_times(cuts)

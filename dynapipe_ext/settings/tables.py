@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dynapipe_ext.batch.micro_batches import Layout
-from dynapipe_ext.batch.topology import Offload, PlacementName, Vocabulary, ZeroStage, widths_of
+from dynapipe_ext.batch.topology import Offload, PlacementName, Vocabulary, ZeroStage, list_cp_degrees
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.models.named_models import Backend
@@ -93,7 +93,7 @@ class TopologySettings:
     @property
     def widths(self) -> tuple[int, ...]:
         """Those that a step may have."""
-        return widths_of(self.dp) if self.context_parallel == "auto" else (self.context_parallel,)
+        return list_cp_degrees(self.dp) if self.context_parallel == "auto" else (self.context_parallel,)
 
     def __post_init__(self) -> None:
         wholes = tuple(int(count) if count == count // 1 else count for count in self.layers_per_stage)

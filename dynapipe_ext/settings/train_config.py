@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from dynapipe_ext.batch.micro_batches import Pieces
-from dynapipe_ext.batch.topology import Topology, counts_of_layers, placement_of, widths_of
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.topology import Topology, check_layer_counts, list_cp_degrees, place_stages
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.data.sample_selection import weighted_files
 from dynapipe_ext.errors import ConfigError, reason, refuse_unknown
 from dynapipe_ext.models.named_models import carried_fault
@@ -200,7 +200,7 @@ def check_optimizer(optimizer: OptimizerSettings, where: str) -> None:
 def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> None:
     """Refuse stages that cannot lie on ranks so, or not under the schedule. Errors: ConfigError."""
     try:
-        counts_of_layers(topology.layers_per_stage)
+        check_layer_counts(topology.layers_per_stage)
     except ConfigError as error:
         raise ConfigError(f"{where}: [topology] {error}") from error
     placement: PlacementChoice = topology.placement or own_placement(plan.schedule)
@@ -218,11 +218,11 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
             )
     name = "linear" if placement == "auto" else placement  # tried ones are made later
     try:
-        layers = Topology(pp=topology.pp, placement=placement_of(name, topology.pp, topology.stages_per_rank))
+        layers = Topology(pp=topology.pp, placement=place_stages(name, topology.pp, topology.stages_per_rank))
         placed = (
             layers
             if topology.vocabulary_parallel == "auto" or topology.vocabulary_parallel == "whole"
-            else spread_vocabulary(layers, topology.vocabulary_parallel)
+            else split_vocabulary(layers, topology.vocabulary_parallel)
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: [topology] {error}") from error
@@ -234,7 +234,9 @@ def check_width(topology: TopologySettings, model: ModelSettings, deepspeed_conf
     if topology.context_parallel == 1:
         return
     at = f"{where}: [topology] context_parallel is {topology.context_parallel!r}"
-    if topology.context_parallel != "auto" and topology.context_parallel not in (allowed := widths_of(topology.dp)):
+    if topology.context_parallel != "auto" and topology.context_parallel not in (
+        allowed := list_cp_degrees(topology.dp)
+    ):
         raise ConfigError(
             f"{at} but must be a power of two that divides dp {topology.dp}: give one of {', '.join(map(str, allowed))}"
         )

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch
-from dynapipe_ext.batch.topology import widths_of
+from dynapipe_ext.batch.topology import list_cp_degrees
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.executor.device import check_same_plans
 from dynapipe_ext.executor.drop_in.entry_shapes import (
@@ -193,7 +193,7 @@ class ForwardBackward:
         settings, args = self.settings, parsed_arguments()
         if model.around is None:
             check_planned_experts(step.config)
-            widths = (settings.width,) if settings.width != "auto" else widths_of(model.pipeline.topology.dp)
+            widths = (settings.width,) if settings.width != "auto" else list_cp_degrees(model.pipeline.topology.dp)
             topology, device = model.pipeline.topology, model.pipeline.device
             model.joined = join_ranks(topology, dist.get_rank(), widths, device, timeout_s=settings.timeout_s)
             joins = settings.layout == "packed" or bool(model.joined)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import Recompute
-from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology, place_stages
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel, as_cost_model
 from dynapipe_ext.costs.states import count_parameters
@@ -124,7 +124,7 @@ def rank_topology(
             f"{num_chunks} model chunks were given where Megatron's state or vp_size says {stages_a_rank} a rank: give"
             " the list that get_model returned, with virtual_pipeline_model_parallel_size chunks"
         )
-    placement = placement_of(kind, pp, stages_a_rank) if pp > 1 and stages_a_rank > 1 else ()
+    placement = place_stages(kind, pp, stages_a_rank) if pp > 1 and stages_a_rank > 1 else ()
     if kind == "v" and stages_a_rank != 2:
         raise ConfigError(
             f"placement is v but each rank holds {stages_a_rank} of the model's stages: give two, by"

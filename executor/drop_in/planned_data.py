@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import as_length_array, round_up
-from dynapipe_ext.batch.topology import widths_of
+from dynapipe_ext.batch.topology import list_cp_degrees
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatchRule, array_digest
 from dynapipe_ext.errors import ConfigError
@@ -204,7 +204,7 @@ def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forwar
         **settings.as_keywords() | of_model,
         format=pipeline.activation_format,
         collectives=pipeline.replica_collectives,
-        widths=widths_of(topology.dp) if is_chosen else (),
+        widths=list_cp_degrees(topology.dp) if is_chosen else (),
     )
     return replace(planner.for_forwards(), layout=settings.layout) if forward_only else planner
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, ReplicaPlan
-from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary
 from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, VerificationError
@@ -113,7 +113,7 @@ def _step_plan(
 def _config(args: argparse.Namespace, plan: PlanFile, packs_rows: bool) -> TrainConfig:
     """The file's settings, or the defaults, for the plan's topology and rows, with the limit of the flags."""
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
-    t = gathered_vocabulary(plan.topology)
+    t = gather_vocabulary(plan.topology)
     tables: dict[str, dict[str, Any]] = {
         "topology": {
             "tp": t.tp,

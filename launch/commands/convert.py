@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from dynapipe_ext.batch.topology import refuse_half_layers
+from dynapipe_ext.batch.topology import require_whole_layers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_json, ending, flag_of, refuse_below
 from dynapipe_ext.models.tensors import num_parameters
@@ -189,7 +189,7 @@ def _merge(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> WriterOptions:
     """Errors: ConfigError where the stages are counted in two ways."""
     refuse_below(args, 1, "tp", "pp", "vocab_divisible_by", "ep", "vpp")
-    stages = refuse_half_layers(args.layers_per_stage or (), "a checkpoint with a file a stage")
+    stages = require_whole_layers(args.layers_per_stage or (), "a checkpoint with a file a stage")
     if stages and args.pp and len(stages) != args.pp:
         raise ConfigError(
             f"--layers-per-stage has {len(stages)} stages but --pp is {args.pp}: give one number of layers a stage"

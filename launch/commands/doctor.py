@@ -230,7 +230,7 @@ def _attention() -> Check:
     except ModuleNotFoundError as error:
         return Check("attention", False, f"unknown without {error.name}")
     unusable = {kernel.name: kernels.load_kernel(kernel)[1] for kernel in kernels.KERNELS}
-    hints, here = [f"{name} {reason}" for name, reason in unusable.items() if reason], kernels.attention_kernels()
+    hints, here = [f"{name} {reason}" for name, reason in unusable.items() if reason], kernels.list_attention_kernels()
     if kernels.lacks_newer_kernels():
         hints.append(_NEWER_KERNELS)
     return Check("attention", True, ", then ".join(here), hint="; ".join(hints))

@@ -26,10 +26,10 @@ from dynapipe_ext.batch.topology import (
     ReplicaCollectives,
     Topology,
     Vocabulary,
-    placement_of,
-    refuse_half_layers,
+    place_stages,
+    require_whole_layers,
 )
-from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, refuse_spread, spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, require_whole_vocabulary, split_vocabulary
 from dynapipe_ext.costs.adapters import adapter_costs, with_idle_weights
 from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
@@ -129,11 +129,11 @@ def placed_stages(config: TrainConfig) -> Topology:
     t, name = config.topology, config.placement
     placement: tuple[int, ...] = ()
     if name != "linear" and name != "auto":
-        placement = placement_of(name, t.pp, t.stages_per_rank)
+        placement = place_stages(name, t.pp, t.stages_per_rank)
     width = 1 if t.context_parallel == "auto" else t.context_parallel
     layers = Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement, width=width)
     parts = t.vocabulary_parallel
-    return layers if parts == "auto" or parts == "whole" else spread_vocabulary(layers, parts)
+    return layers if parts == "auto" or parts == "whole" else split_vocabulary(layers, parts)
 
 
 def runs_half_layers(config: TrainConfig) -> bool:
@@ -163,9 +163,9 @@ def topology_of(config: TrainConfig) -> Topology:
     topology = placed_stages(config).with_layers(m.total_layers)
     if not runs_half_layers(config):
         who = "this model of transformers" if m.uses_transformers else "a model with a decoder side, or with adapters,"
-        refuse_half_layers(topology.layers_per_stage, who)
+        require_whole_layers(topology.layers_per_stage, who)
     if fault := spread_fault(config):
-        refuse_spread(topology, fault)
+        require_whole_vocabulary(topology, fault)
     refuse_undivided(m, t.tp)
     if t.sequence_parallel and config.plan.pad_multiple % t.tp:
         raise ConfigError(
@@ -582,7 +582,7 @@ def batches_to_place(config: TrainConfig, lengths: LengthArray) -> SampledBatche
 
 def with_placement(config: TrainConfig, topology: Topology) -> TrainConfig:
     """The settings that name a topology's placement, layers and vocabulary."""
-    layers = gathered_vocabulary(topology)
+    layers = gather_vocabulary(topology)
     chosen = replace(
         config.topology,
         placement=cast(PlacementName, layers.placement_name.partition(",")[0]),
@@ -605,7 +605,7 @@ def trials_table(trials: Sequence[PlacementTrial]) -> Table:
     for name in ("placement", "layers per stage", "makespan", "bubble", "peak of a rank"):
         table.add_column(name, justify="left" if name.startswith(("p", "l")) else "right")
     for one in trials:
-        layers = gathered_vocabulary(one.topology).layers_per_stage
+        layers = gather_vocabulary(one.topology).layers_per_stage
         placed = (one.topology.placement_name, ",".join(map(str, layers)))
         if one.refusal:
             table.add_row(*placed, "-", "-", one.refusal)

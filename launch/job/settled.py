@@ -24,7 +24,7 @@ from typing import Any, Protocol, get_args
 from rich.console import Console
 
 from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, Vocabulary
-from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, split_vocabulary
 from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -161,7 +161,7 @@ class SettledPlanning:
             return ("whole",)
         for spread in _SPREAD:
             try:
-                self.costs.over(spread_vocabulary(gathered_vocabulary(self.topology), spread))
+                self.costs.over(split_vocabulary(gather_vocabulary(self.topology), spread))
             except ConfigError:  # one rank, rows that do not divide, or a tied model with the head alone
                 continue
             return ("whole", spread)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dynapipe_ext.batch.micro_batches import LengthArray, pieces_by_position, sample_lengths
+from dynapipe_ext.batch.micro_batches import LengthArray, find_pieces, sample_lengths
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.interchange import run_costs_to_json
@@ -311,7 +311,7 @@ def _simulated(
     traces = []
     for replica, trace in zip(plan.batch.replicas, plan.traces, strict=True):
         shapes = [(m.rows, m.encoder_len, m.decoder_len) for m in replica.micro_batches]
-        trace = trace.with_shapes(shapes).with_pieces(pieces_by_position(replica.micro_batches))
+        trace = trace.with_shapes(shapes).with_pieces(find_pieces(replica.micro_batches))
         first = replica.dp_rank * plan.batch.width
         for tp_rank, dp_rank in product(range(topology.tp), range(first, first + plan.batch.width)):
             ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=dp_rank) for p in range(topology.pp)]

@@ -48,7 +48,7 @@ def validate(
             f"stage_ranks {stage_ranks} must place at least one stage on each of the {len(schedule.ranks)} ranks and on"
             " no other"
         )
-    done = _list_kinds(schedule, num_micro_batches, PieceNeighbours.of(sample_pieces))
+    done = _list_kinds(schedule, num_micro_batches, PieceNeighbours.from_pieces(sample_pieces))
     allowed = ("F",) if schedule.forward_only else ("FB", "FIW")
     for stage, of_stage in enumerate(done):
         for micro_batch in range(num_micro_batches):

@@ -21,25 +21,25 @@ from dynapipe_ext.partitioning.packing import (
     GRADES,
     MOST_TRIES,
     MicroBatchEvaluate,
+    RowPackingPolicy,
     RowPackings,
-    RowRule,
-    micro_batch_evaluate,
+    make_evaluate,
 )
 from dynapipe_ext.partitioning.padded import (
-    Caps,
     Cut,
-    PricedCuts,
+    MicroBatchLimits,
+    RangeCosts,
     SortOrder,
-    ordered,
     price_cuts,
+    sort_samples,
 )
-from dynapipe_ext.partitioning.pieces import PieceChoice, piece_choices
+from dynapipe_ext.partitioning.pieces import PieceChoice, list_piece_choices
 from dynapipe_ext.partitioning.rules import (
-    dynapipe_rule,
-    fixed_rows,
+    cut_fixed_rows,
     list_row_lengths,
-    packed_documents,
+    pack_documents,
     pad_to_batch_max,
+    split_as_dynapipe,
     with_short_ends,
 )
 from dynapipe_ext.schedules.evaluation.simulate import SharedCores
@@ -135,9 +135,9 @@ class StepProblem:
                 kind_costs=priced.kind_costs,
                 shapes=priced.shapes,
                 cuts=tuple(cuts),
-                groups=tuple(map(tuple, self._assigned(priced.times(cuts), samples, step))),
+                groups=tuple(map(tuple, self._assigned(priced.compute_times(cuts), samples, step))),
             )
-            proposed.append(Proposal(start, priced.micro_batch))
+            proposed.append(Proposal(start, priced.make_micro_batch))
         if has_long_replicas(self.topology.dp, len(firsts[-1])) and self.cores is None:
             proposed += self._levelled(priced, proposed[-1].start, in_flight[-1], step)
         if any(s.decoder for s in samples):
@@ -146,12 +146,12 @@ class StepProblem:
                 proposed += self.fixed([self._with_replicas(parts, samples, step) for parts in made])
         return proposed
 
-    def _levelled(self, priced: PricedCuts, start: Start, min_in_flight: int, step: int) -> list[Proposal]:
+    def _levelled(self, priced: RangeCosts, start: Start, min_in_flight: int, step: int) -> list[Proposal]:
         """The start with more even cuts and replicas, each cut under the fastest kind of which so many can be held.
 
         None where not all cuts of the start can.
         """
-        time_ns, kinds = priced.fastest(min_in_flight)
+        time_ns, kinds = priced.pick_fastest(min_in_flight)
         shapes = np.where(np.append(time_ns < INFEASIBLE, False)[priced.shapes], priced.shapes, -1).astype(np.int32)
         if any(shapes[cut.end - 1, cut.end - cut.first - 1] < 0 for cut in start.cuts):
             return []
@@ -166,7 +166,7 @@ class StepProblem:
             equal_counts=self.rules.equal_counts,
         )
         even = tuple(Cut(a, b, int(kinds[shapes[b - 1, b - a - 1]])) for a, b in cuts)
-        return [Proposal(replace(start, cuts=even, groups=tuple(map(tuple, groups))), priced.micro_batch)]
+        return [Proposal(replace(start, cuts=even, groups=tuple(map(tuple, groups))), priced.make_micro_batch)]
 
     def splits(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Micro-batches of every replica that stay what they are, for schedules that hold few of them or many."""
@@ -176,7 +176,7 @@ class StepProblem:
         if self.rules.layout == "padded":
             held = self._in_flight(stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages)
             priced, firsts = self._first_cuts(samples, held)
-            micro_batches = [[priced.micro_batch(cut) for cut in cuts] for cuts in firsts]
+            micro_batches = [[priced.make_micro_batch(cut) for cut in cuts] for cuts in firsts]
         else:
             held = self._in_flight(1, (stages + 1) // 2, stages)
             dp = min(self.topology.num_replicas, len(samples))
@@ -187,19 +187,19 @@ class StepProblem:
             return [self._with_replicas(parts, samples, step, price) for parts in _distinct(packings)]
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
-    def piece_choices(self, samples: list[SampleLength], sizes: Sequence[int]) -> list[PieceChoice]:
+    def list_piece_choices(self, samples: list[SampleLength], sizes: Sequence[int]) -> list[PieceChoice]:
         """Ways to cut long samples into pieces of about so many tokens."""
-        price = micro_batch_evaluate(self.costs)
-        return piece_choices(
+        price = make_evaluate(self.costs)
+        return list_piece_choices(
             samples, price, sizes, dp=self.topology.num_replicas, depth=self.depth, recompute=self.kinds[0]
         )
 
     def pieces(self, samples: list[SampleLength], step: int, choices: Sequence[PieceChoice]) -> list[Replicas]:
         """Long samples in pieces, with short documents in packed rows of that room; a sample's on one replica."""
-        price = micro_batch_evaluate(self.costs)
-        rule = RowRule(max_tokens=0, pad_multiple=self.rules.pad_multiple, recompute=self.kinds[0])
+        price = make_evaluate(self.costs)
+        rule = RowPackingPolicy(max_tokens=0, pad_multiple=self.rules.pad_multiple, recompute=self.kinds[0])
         made = _possible(
-            partial(choice.rows, samples, price, replace(rule, max_tokens=choice.tokens)) for choice in choices
+            partial(choice.make_rows, samples, price, replace(rule, max_tokens=choice.tokens)) for choice in choices
         )
         return [self._on_replicas(one, step) for one in dict.fromkeys(map(tuple, made))]
 
@@ -261,12 +261,12 @@ class StepProblem:
         return proposed
 
     @property
-    def _caps(self) -> Caps:
-        return Caps(
+    def _caps(self) -> MicroBatchLimits:
+        return MicroBatchLimits(
             max_bytes=self.limit_bytes, max_tokens=self.rules.max_tokens or None, pad_multiple=self.rules.pad_multiple
         )
 
-    def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[PricedCuts, list[list[Cut]]]:
+    def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[RangeCosts, list[list[Cut]]]:
         """Prices of the ordered samples' cuts, and first cuts for pipelines that hold so many in flight (or one, where
         no more fit)."""
         dp = min(self.topology.num_replicas, len(samples))
@@ -274,7 +274,7 @@ class StepProblem:
 
         weight = self.topology.num_replicas * (self.depth - 1)
         priced = price_cuts(
-            ordered(samples, order),
+            sort_samples(samples, order),
             self.costs,
             self.kinds,
             self._caps,
@@ -285,7 +285,7 @@ class StepProblem:
         )
 
         def cut(min_in_flight: int) -> list[Cut]:
-            return priced.first_cuts(
+            return priced.make_first_cuts(
                 pp=self.depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.rules.equal_counts
             )
 
@@ -323,8 +323,8 @@ class StepProblem:
     def _packed_rows(self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute) -> RowPackings:
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.rules.max_tokens or max(4096, round_up(longest, self.rules.pad_multiple))
-        rule = RowRule(max_tokens=room, pad_multiple=self.rules.pad_multiple, recompute=kind)
-        return RowPackings.of(samples, lambda rows: self.bottleneck(price(rows)), rule)
+        rule = RowPackingPolicy(max_tokens=room, pad_multiple=self.rules.pad_multiple, recompute=kind)
+        return RowPackings.from_samples(samples, lambda rows: self.bottleneck(price(rows)), rule)
 
     def _packed(
         self, rows: Callable[[Recompute], RowPackings], price: MicroBatchPrice, min_in_flight: int, dp: int
@@ -337,7 +337,7 @@ class StepProblem:
         refusal: PlanError | None = None
         for kind in self.kinds:
             try:
-                finalists = rows(kind).finalists(
+                finalists = rows(kind).list_finalists(
                     evaluate,
                     pp=self.depth,
                     dp=dp,
@@ -360,7 +360,7 @@ class StepProblem:
         the first of both, and more while all are few."""
 
         def fitting(step: float) -> Iterator[tuple[MicroBatch, ...]]:
-            graded = (rows.graded(step, dp, room) for room in rows.graded_rooms())
+            graded = (rows.with_grades(step, dp, room) for room in rows.list_graded_rooms())
             return (packing for packing in graded if packing and self._may_be(packing, evaluate, dp))
 
         if self.rules.effort > TRIAL:
@@ -406,13 +406,15 @@ class StepProblem:
                     for kind in self.kinds if rows in (None, 1) or rows <= limit // longest else ():
                         yield partial(make, rows_per_micro_batch=rows, max_tokens=max_tokens, recompute=kind)
             case "fixed-rows":
-                cut = partial(fixed_rows, samples, dp=dp, pad_multiple=multiple, equal_counts=self.rules.equal_counts)
+                cut = partial(
+                    cut_fixed_rows, samples, dp=dp, pad_multiple=multiple, equal_counts=self.rules.equal_counts
+                )
                 for kind in self.kinds:
                     yield partial(cut, row_len=room, recompute=kind)
             case "packed-balanced":
-                evaluate = micro_batch_evaluate(self.costs)
+                evaluate = make_evaluate(self.costs)
                 pack = partial(
-                    packed_documents, samples, evaluate, dp=dp, pad_multiple=multiple,
+                    pack_documents, samples, evaluate, dp=dp, pad_multiple=multiple,
                     equal_counts=self.rules.equal_counts,
                 )  # fmt: skip
                 tokens, num_rows = sum(max(s.encoder, s.decoder) for s in samples), dp * self.topology.pp
@@ -425,7 +427,7 @@ class StepProblem:
                             yield partial(_with_short_ends, packed, evaluate)
             case _:
                 stages = self.topology.num_stages
-                rule = partial(dynapipe_rule, samples, self.costs, self.kinds, pp=stages, dp=dp, max_bytes=limit)
+                rule = partial(split_as_dynapipe, samples, self.costs, self.kinds, pp=stages, dp=dp, max_bytes=limit)
                 yield partial(rule, pad_multiple=multiple, equal_counts=self.rules.equal_counts)
 
 
@@ -488,4 +490,4 @@ def _with_kind(micro_batches: Sequence[MicroBatch], kinds: Sequence[Recompute], 
 
 
 def _recomputing(micro_batch: MicroBatch, kind: Recompute) -> MicroBatch:
-    return micro_batch if micro_batch.recompute == kind else micro_batch.recomputing(kind)
+    return micro_batch if micro_batch.recompute == kind else micro_batch.with_recompute(kind)

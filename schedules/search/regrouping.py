@@ -11,7 +11,7 @@ from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, bottleneck
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.partitioning.padded import Cut, PricedCuts
+from dynapipe_ext.partitioning.padded import Cut, RangeCosts
 from dynapipe_ext.reproducible import non_negative_least_squares
 
 ShapeLaw = tuple[float, float, float, float, float, float]  # see `fitted_law`
@@ -22,12 +22,15 @@ _MOVES = 256  # for every sample
 _SEED = 0
 
 
-def exchanged(priced: PricedCuts, cuts: Sequence[Cut]) -> list[MicroBatch]:
+def exchanged(priced: RangeCosts, cuts: Sequence[Cut]) -> list[MicroBatch]:
     """As many micro-batches as cuts, each under its cut's kind of recomputation, with samples exchanged between them.
 
     They keep the cap on tokens; the caller prices them. Raises PlanError where too little is priced for a law.
     """
-    times, usual = bottleneck(priced.kind_costs[0], stage_ranks=priced.stage_ranks)[0], sorted(priced.times(cuts))
+    times, usual = (
+        bottleneck(priced.kind_costs[0], stage_ranks=priced.stage_ranks)[0],
+        sorted(priced.compute_times(cuts)),
+    )
     law = fitted_law(priced.sizes, times, usual[len(usual) // 2])
     if law is None:
         raise PlanError("too few shapes are priced to say what others take")

@@ -13,7 +13,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.partitioning.padded import best_partition
+from dynapipe_ext.partitioning.padded import find_best_partition
 from dynapipe_ext.schedules.evaluation.bounds import find_batch_floor
 
 
@@ -56,7 +56,7 @@ def whole_layers_bound_s(
             ends = np.flatnonzero(order == length)
             table[ends] = _least_work(shaped, stage, rows, int(length), limit_bytes)
         width = int(np.flatnonzero((table < INFEASIBLE).any(axis=0))[-1]) + 1
-        ends = np.array(best_partition(table[:, :width], 0, 1))
+        ends = np.array(find_best_partition(table[:, :width], 0, 1))
         works.append(int(table[ends - 1, np.diff(ends, prepend=0) - 1].sum()))
     return min(works) / dp / 1e9
 

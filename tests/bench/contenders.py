@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 from dynapipe_ext.batch.micro_batches import round_up, sample_lengths
-from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, place_stages
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -30,7 +30,7 @@ from dynapipe_ext.schedules.rivals import list_rivals
 from dynapipe_ext.settings.plan_rules import own_placement
 
 TOPOLOGY = Topology(tp=1, pp=4, dp=2)
-INTERLEAVED, V = (replace(TOPOLOGY, placement=placement_of(name, 4)) for name in ("interleaved", "v"))
+INTERLEAVED, V = (replace(TOPOLOGY, placement=place_stages(name, 4)) for name in ("interleaved", "v"))
 MEMORY_LIMIT_BYTES = 36e9
 FEW_BYTES, REAL_BYTES = ActivationFormat(4), ActivationFormat(4096, "bfloat16")  # of messages: a token's, GPT 6.7B's
 TWO_NODES = Links(intra=Link(0, 600e9), inter=Link(10_000, 25e9), ranks_per_node=4)  # PP4 x DP2: ranks 1 and 2 part

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, Recompute, ReplicaPlan, SampleLength, round_up
-from dynapipe_ext.batch.packed_attention import attention_kernels
+from dynapipe_ext.batch.packed_attention import list_attention_kernels
 from dynapipe_ext.batch.topology import ActivationFormat
 from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenSample
@@ -313,7 +313,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "has_table": args.costs is not None,
-        "attention": attention_kernels()[0],
+        "attention": list_attention_kernels()[0],
         "lengths": args.lengths.name if args.lengths else "drawn",
         "quick": {
             name: getattr(quick, name)

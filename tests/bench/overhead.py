@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from contenders import provenance
 
 from dynapipe_ext.batch.micro_batches import SampleLength
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, place_stages
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import StepPosition
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -156,7 +156,7 @@ def loss_sum(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 def one_shape(pp: int, rounds: int) -> tuple[Topology, Any]:
     """A step of equal micro-batches under (interleaved) 1F1B."""
-    topology = Topology(pp=pp, placement=placement_of("interleaved", pp, rounds) if rounds > 1 else ())
+    topology = Topology(pp=pp, placement=place_stages("interleaved", pp, rounds) if rounds > 1 else ())
     planner = Planner(
         topology,
         TokenCosts(topology.num_stages),

@@ -31,11 +31,17 @@ from contenders import provenance
 from proven import in_best_orders_s, planned_step
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, SampleLength, sample_lengths
-from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
+from dynapipe_ext.batch.topology import PlacementName, Topology, place_stages
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.partitioning.balance import assign_replicas
-from dynapipe_ext.partitioning.packing import RowRule, dearest_first, document_costs, micro_batch_evaluate, pack
+from dynapipe_ext.partitioning.packing import (
+    RowPackingPolicy,
+    compute_document_costs,
+    make_evaluate,
+    pack,
+    sort_by_weight,
+)
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.plan_rules import ScheduleName
 
@@ -92,10 +98,10 @@ def simple_packings(samples: Sequence[SampleLength], costs: AnalyticCosts, dp: i
     for room in (longest, *(room for room in ROOMS if room > longest)):
         yield f"first fit {room}", first_fit(samples, room)
         yield f"first fit decreasing {room}", first_fit(sorted(samples, key=lambda s: -s.encoder), room)
-        weights = document_costs(samples, micro_batch_evaluate(costs), RowRule(max_tokens=room))
+        weights = compute_document_costs(samples, make_evaluate(costs), RowPackingPolicy(max_tokens=room))
         least = -(-sum(s.encoder for s in samples) // room)
         for count in sorted({-(-least // dp) * dp, -(-(least * 11 // 10) // dp) * dp}):
-            if rows := pack(samples, weights, count, room, dearest_first(samples, weights)):
+            if rows := pack(samples, weights, count, room, sort_by_weight(samples, weights)):
                 yield f"balanced {room} x {count}", rows
 
 
@@ -127,7 +133,7 @@ def simple_s(
     """Seconds of a step; None where it does not fit, or has other counts than the schedule."""
     if len(micro_batches) < topology.dp:
         return None
-    times = micro_batch_evaluate(costs)(micro_batches)[0].tolist()
+    times = make_evaluate(costs)(micro_batches)[0].tolist()
     groups = assign_replicas(times, topology.dp)
     if schedule_name == "interleaved-1f1b" and any(len(group) % topology.pp for group in groups):
         return None
@@ -138,7 +144,7 @@ def simple_s(
 def measured(
     pp: int, dp: int, lengths: list[int], layout: Layout = "packed", placement: PlacementName = "linear"
 ) -> dict[str, Any] | None:
-    topology = Topology(pp=pp, dp=dp, placement=() if placement == "linear" else placement_of(placement, pp))
+    topology = Topology(pp=pp, dp=dp, placement=() if placement == "linear" else place_stages(placement, pp))
     topology = topology.with_layers(32)
     costs = AnalyticCosts(preset("llama-2-7b"), topology)
     samples = sample_lengths(lengths)

@@ -1,6 +1,6 @@
 """The peers' rules beside ours, written from their descriptions, each as a planned step on the same costs and limit.
 
-    DynaPipe       its split (dynapipe_rule) and its cyclic memory-aware schedule, micro-batches ordered by clusters
+    DynaPipe       its split (split_as_dynapipe) and its cyclic memory-aware schedule, micro-batches ordered by clusters
     Megatron       samples in order, first fit into micro-batches of so many tokens, dealt in turn; 1F1B
     verl           samples to replicas and micro-batches by Karmarkar-Karp on its workload; 1F1B
     readiness      our split; each rank runs whatever is ready, backwards first, no order prescribed
@@ -32,7 +32,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.partitioning.rules import dynapipe_rule
+from dynapipe_ext.partitioning.rules import split_as_dynapipe
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, make_linear_schedule
 from dynapipe_ext.schedules.evaluation.bounds import bound_replica
 from dynapipe_ext.schedules.evaluation.simulate import StageMemory, compute_peak_bytes, simulate
@@ -64,7 +64,13 @@ def peer_plan(
     match peer:
         case "DynaPipe":
             cut = partial(
-                dynapipe_rule, samples, costs, LAYER_RECOMPUTES, pp=topology.pp, dp=topology.dp, max_bytes=limit_bytes
+                split_as_dynapipe,
+                samples,
+                costs,
+                LAYER_RECOMPUTES,
+                pp=topology.pp,
+                dp=topology.dp,
+                max_bytes=limit_bytes,
             )
             candidates = iter([(cut, _cyclic)])
         case "Megatron" | "verl":

@@ -221,11 +221,11 @@ def seconds(folder: Path, steps: int) -> dict[str, Any]:
 
 def padded_positions(folder: Path, steps: int, batch: int) -> int:
     """Model input positions of TRL's batches: every answer padded to the longest of its batch."""
-    from dynapipe_ext.batch.micro_batches import documents_of
+    from dynapipe_ext.batch.micro_batches import get_document_lengths
     from dynapipe_ext.launch.job.run_data import run_data
 
     with chdir(folder):
-        documents = documents_of(run_data(TrainConfig.read("run/config.toml")).train.lengths)
+        documents = get_document_lengths(run_data(TrainConfig.read("run/config.toml")).train.lengths)
     order = permutation(len(documents), seed=0, epoch=0)
     rows = [documents[order[step * batch : (step + 1) * batch]] for step in range(steps)]
     return sum(int(row.max()) * row.size for row in rows)

@@ -43,7 +43,7 @@ from peer_rules import verl_rule
 from proven import fastest, planned_step, under_schedule
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, Recompute, SampleLength, sample_lengths
-from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of, widths_of
+from dynapipe_ext.batch.topology import PlacementName, Topology, list_cp_degrees, place_stages
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.proven_step import ProvenStep
@@ -153,7 +153,7 @@ def planner_of(case: Case, placement: PlacementName, widths: tuple[int, ...] = (
     counts = "equal" if case.has_equal_counts else "free"
     options = PlanRules(**{"layout": "packed", "replica_counts": counts, **rules})
     costs = replace(case.costs, split_backward=options.is_split)
-    stages = () if placement == "linear" else placement_of(placement, costs.topology.pp)
+    stages = () if placement == "linear" else place_stages(placement, costs.topology.pp)
     width, several = (widths[0], ()) if len(widths) == 1 else (1, widths)
     topology = replace(costs.topology, placement=stages, width=width)
     return Planner(topology, costs.over(topology)[0], LIMIT_BYTES, widths=several, **options.as_keywords())
@@ -222,7 +222,7 @@ def measured(case: Case, shared: Path) -> dict[str, Any]:
             "makespan_s": grouped.makespan_s, "peak_gb": grouped.peak_bytes / 1e9, "share": grouped.max_tokens,
         }  # fmt: skip
     steps[ALONE] = planned(case, samples, (1,))
-    steps[OURS] = planned(case, samples, widths_of(case.plane))
+    steps[OURS] = planned(case, samples, list_cp_degrees(case.plane))
     for step in steps.values():
         if step is not None:
             step["over_work"] = step["makespan_s"] / least_s

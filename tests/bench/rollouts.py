@@ -43,7 +43,7 @@ from proven import fastest, in_best_orders_s, planned_step, proven
 
 from dynapipe_ext import plan_micro_batches
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, SampleLength, sample_lengths
-from dynapipe_ext.batch.topology import Topology, placement_of
+from dynapipe_ext.batch.topology import Topology, place_stages
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.placements import PlacementSearch
 from dynapipe_ext.schedules.planner import Planner
@@ -97,7 +97,7 @@ def rival_s(case: Case, samples: list[SampleLength]) -> float | None:
     step_s: dict[str, float] = {}
     for rival in list_rivals(case.pp):
         name = own_placement(rival.schedule)
-        stages = () if name == "linear" else placement_of(name, case.pp)
+        stages = () if name == "linear" else place_stages(name, case.pp)
         costs = replace(case.costs, split_backward=rival.schedule in SPLIT_SCHEDULES)
         costs, topology = costs.over(replace(case.costs.topology, placement=stages))
         planner = Planner(topology, costs, LIMIT_BYTES, pad_multiple=case.tp, **rival.rules)

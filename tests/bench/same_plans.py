@@ -28,7 +28,7 @@ from judged import CASES, Bench, samples_of
 from plans import placed, planner_of
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_lengths
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, place_stages
 from dynapipe_ext.costs.adjustments import FrozenWeights, adjust, times_by_letter
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.features import count_positions
@@ -143,7 +143,7 @@ def counted(shared: Path) -> Iterator[tuple[str, Callable[[], str]]]:
     lengths = scale._many(shared)
     samples, few = lengths[:400], lengths[:60]
     for pp, placement in ((4, "linear"), (4, "v")):
-        topology = Topology(tp=2, pp=pp, dp=2, placement=() if placement == "linear" else placement_of(placement, pp))
+        topology = Topology(tp=2, pp=pp, dp=2, placement=() if placement == "linear" else place_stages(placement, pp))
         dense = AnalyticCosts(
             preset("llama-2-7b"), topology, flops_per_s=350e12, overhead_ns=100_000, layer_overhead_ns=60_000,
             sequence_parallel=True,
@@ -168,7 +168,7 @@ def counted(shared: Path) -> Iterator[tuple[str, Callable[[], str]]]:
                         partial(digest_of_step, replace(planner, memory_limit_bytes=36e9), few),
                     )
     pairs = sample_lengths([(s.encoder, 1 + s.encoder // 7) for s in samples])
-    for name, placement in (("linear", ()), ("v", placement_of("v", 4))):
+    for name, placement in (("linear", ()), ("v", place_stages("v", 4))):
         topology = Topology(tp=2, pp=4, dp=2, placement=placement)
         costs = AnalyticCosts(preset("t5-11b"), topology, flops_per_s=350e12, overhead_ns=0, layer_overhead_ns=60_000)
         for layout in ("padded", "packed"):

@@ -131,7 +131,7 @@ def first_fit(lengths: IntArray, num_ranks: int, cap: int) -> Bins:
     return full_steps(bins, num_ranks)
 
 
-def best_fit(lengths: IntArray, num_ranks: int, cap: int) -> Bins:
+def pack_best_fit(lengths: IntArray, num_ranks: int, cap: int) -> Bins:
     bins: Bins = []
     rooms: list[tuple[int, int]] = []
     for i in np.argsort(-lengths, kind="stable").tolist():
@@ -181,7 +181,7 @@ PEERS: dict[str, Rule] = {
     "multipack": multipack,
     "multipack linear": multipack_linear,
     "first fit": first_fit,
-    "best fit": best_fit,
+    "best fit": pack_best_fit,
     "Karmarkar-Karp": karmarkar_karp_runs,
     "sequential": sequential,
     "sorted fixed": lambda n, r, c: fixed(np.argsort(n, kind="stable").tolist(), n, r, c),

@@ -35,8 +35,8 @@ from judged import CASES, MEMORY_GB, Bench, Case, samples_of
 from proven import planned_step
 
 from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
-from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.topology import PlacementName, Topology, place_stages
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.shipped_lengths import SOURCE, shipped_lengths
@@ -93,7 +93,7 @@ def balanced(costs: CostModel, topology: Topology, samples: Sequence[SampleLengt
 def placed(way: str, costs: CostModel, even: Topology, samples: Sequence[SampleLength]) -> Topology:
     match way:
         case "head":
-            return balanced(costs, spread_vocabulary(even, "head"), samples, 0.5)
+            return balanced(costs, split_vocabulary(even, "head"), samples, 0.5)
         case "half":
             return balanced(costs, balanced(costs, even, samples, 1), samples, 0.5)
         case _:
@@ -109,7 +109,7 @@ def counted_rows(
 ) -> Iterator[dict[str, Any]]:
     placements: tuple[PlacementName, ...] = ("linear", "v")
     for model, pp, name, split in product(models, ranks, placements, (False, True)):
-        if len(placement_of(name, pp)) <= model.architecture.num_layers:
+        if len(place_stages(name, pp)) <= model.architecture.num_layers:
             yield from counted_ways(model, pp, name, split, samples)
 
 
@@ -117,7 +117,7 @@ def counted_ways(
     model: Model, pp: int, name: PlacementName, split: bool, samples: Sequence[SampleLength]
 ) -> Iterator[dict[str, Any]]:
     """One model on one placement, each way planned once."""
-    placement = () if name == "linear" else placement_of(name, pp)
+    placement = () if name == "linear" else place_stages(name, pp)
     even = Topology(tp=model.tp, pp=pp, placement=placement).with_layers(model.architecture.num_layers)
     costs = AnalyticCosts(
         model.architecture.padded(), even, flops_per_s=400e12, split_backward=split, sequence_parallel=True
@@ -170,8 +170,8 @@ def table_rows(shared: Path, scratch: Path) -> Iterator[dict[str, Any]]:
 
 
 def spread_planner(case: Case, planner: Planner, name: PlacementName) -> Planner:
-    placement = () if name == "linear" else placement_of(name, case.topology.pp)
-    topology = spread_vocabulary(replace(case.topology, placement=placement).with_layers(case.layers), "both")
+    placement = () if name == "linear" else place_stages(name, case.topology.pp)
+    topology = split_vocabulary(replace(case.topology, placement=placement).with_layers(case.layers), "both")
     return replace(planner, topology=topology, costs=planner.costs.over(topology)[0])
 
 

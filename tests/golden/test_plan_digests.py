@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, place_stages
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -53,7 +53,7 @@ def lengths(count: int, *, longest: int = 2048) -> tuple[int, ...]:
 
 
 def _topology(name: str, **sizes: int) -> Topology:
-    placement = () if name == "linear" else placement_of(name, 4)
+    placement = () if name == "linear" else place_stages(name, 4)
     return Topology(**({"pp": 4, "dp": 2} | sizes), placement=placement)
 
 

@@ -10,11 +10,11 @@ import torch
 from dynapipe_ext.batch.packed_attention import (
     KERNELS,
     SDPA,
-    Borders,
-    DocumentRule,
+    DocumentMask,
+    DocumentOffsets,
     attend_by_kernel,
     attend_documents,
-    attention_kernels,
+    list_attention_kernels,
 )
 from tests.support.documents import by_definition, packed_tensors
 
@@ -22,19 +22,19 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels r
 
 LENGTHS = (129, 1, 700, 64, 2)
 RULES = {
-    "causal": DocumentRule(),
-    "window": DocumentRule(window=50, scale=0.1),
-    "both ways": DocumentRule(is_causal=False),
-    "capped": DocumentRule(softcap=5.0),
-    "deterministic": DocumentRule(is_deterministic=True),
+    "causal": DocumentMask(),
+    "window": DocumentMask(window=50, scale=0.1),
+    "both ways": DocumentMask(is_causal=False),
+    "capped": DocumentMask(softcap=5.0),
+    "deterministic": DocumentMask(is_deterministic=True),
 }
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("groups", [8, 2])
 @pytest.mark.parametrize("name", [*(kernel.name for kernel in KERNELS), SDPA])
-def test_values_and_gradients_are_those_of_the_definition(name: str, groups: int, rule: DocumentRule) -> None:
-    if name not in attention_kernels():
+def test_values_and_gradients_are_those_of_the_definition(name: str, groups: int, rule: DocumentMask) -> None:
+    if name not in list_attention_kernels():
         pytest.skip(f"{name} is not here")
     kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
     if rule.softcap and (kernel is None or "softcap" not in kernel.arguments):
@@ -44,7 +44,7 @@ def test_values_and_gradients_are_those_of_the_definition(name: str, groups: int
     device = torch.device("cuda")
     tensors = packed_tensors(8, groups, 64, lengths=LENGTHS, dtype=torch.bfloat16, device=device)
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    borders = Borders.of(LENGTHS, device)
+    borders = DocumentOffsets.of(LENGTHS, device)
     back = math.inf if rule.window is None else rule.window - 1
     expected = by_definition(
         *exact[:3],

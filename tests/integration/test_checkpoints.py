@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import DataError
@@ -125,12 +125,12 @@ HALVES = (0.5, 1.5, 1, 1)  # cuts between attention and MLP
 FOLDED = Case(replace(V, layers_per_stage=HALVES), schedule="adaptive", distributed_optimizer=True)
 DROPPING = Case(Topology(tp=2), "packed", Model(modern=False), dropout=0.1)
 SPREAD = Case(  # the head in parts on both pipeline ranks
-    spread_vocabulary(Topology(pp=2, dp=2), "head"),
+    split_vocabulary(Topology(pp=2, dp=2), "head"),
     model=Model(tied=False),
     schedule="adaptive",
     distributed_optimizer=True,
 )
-BOTH = Case(spread_vocabulary(Topology(pp=2), "both"), schedule="adaptive")  # parts of a tied embedding, too
+BOTH = Case(split_vocabulary(Topology(pp=2), "both"), schedule="adaptive")  # parts of a tied embedding, too
 BITS = [PLAIN, SHARDED, FOLDED, DROPPING, SPREAD, BOTH]
 OTHERS = [  # who goes on, and who saved
     (Case(Topology()), PLAIN),
@@ -143,10 +143,10 @@ OTHERS = [  # who goes on, and who saved
     (Case(Topology()), FOLDED),
     (Case(Topology(pp=2)), FOLDED),
     (Case(Topology(pp=2), model=Model(tied=False)), SPREAD),
-    (Case(spread_vocabulary(Topology(tp=2, pp=2), "head"), model=Model(tied=False), schedule="adaptive"), SPREAD),
-    (Case(spread_vocabulary(replace(V, dp=1), "both"), schedule="adaptive"), PLAIN),
+    (Case(split_vocabulary(Topology(tp=2, pp=2), "head"), model=Model(tied=False), schedule="adaptive"), SPREAD),
+    (Case(split_vocabulary(replace(V, dp=1), "both"), schedule="adaptive"), PLAIN),
     (Case(Topology(pp=2)), BOTH),
-    (Case(spread_vocabulary(INTERLEAVED, "head"), "packed", Model(tied=False), schedule="adaptive"), SHARDED),
+    (Case(split_vocabulary(INTERLEAVED, "head"), "packed", Model(tied=False), schedule="adaptive"), SHARDED),
 ]
 
 

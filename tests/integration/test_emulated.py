@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, place_stages
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward
@@ -69,7 +69,7 @@ def make_planner(schedule: Any) -> Planner:
 
     Of two stages a rank each costs half of its rank's one.
     """
-    split, placement = schedule == "split", placement_of("v", 4) if schedule == "zb-v" else ()
+    split, placement = schedule == "split", place_stages("v", 4) if schedule == "zb-v" else ()
     scale = tuple(COSTS.stage_scale[rank] / 2 for rank in placement)
     return Planner(
         replace(TOPOLOGY, placement=placement),

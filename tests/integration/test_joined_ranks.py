@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import ProvenStep, prove
 from dynapipe_ext.executor.stages.joined_ranks import join_ranks
@@ -158,7 +158,7 @@ JOBS = {
     "latent without slices": Job(Topology(tp=2), "latent", dtype=DOUBLE, kinds=ROWS[:1], widths=(1,)),
     "one key": Job(Topology(dp=4), "one key", kinds=(PIECES[0], ROWS[1]), widths=(4,)),
     "head spread": Job(
-        spread_vocabulary(Topology(tp=2, pp=2, dp=2), "head"),
+        split_vocabulary(Topology(tp=2, pp=2, dp=2), "head"),
         "untied",
         dtype=DOUBLE,
         sequence_parallel=True,

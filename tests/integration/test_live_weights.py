@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages.megatron.model import (
     build_chunks,
@@ -48,8 +48,8 @@ SPREAD: dict[Layout, tuple[str, ...]] = {
     Layout(Topology(2, 2, 1)): ("llama-tied", "gpt2", "deepseek-v2-lite", "t5"),
     Layout(Topology(2, 2, 1, placement=(0, 1, 1, 0))): ("qwen3-moe",),
     Layout(Topology(1, 2, 2, placement=(0, 1, 0, 1)), ep=2): ("qwen3-moe",),
-    Layout(spread_vocabulary(Topology(2, 2, 1), "head")): ("qwen3-moe",),
-    Layout(spread_vocabulary(Topology(2, 2, 1), "both")): ("llama-tied",),
+    Layout(split_vocabulary(Topology(2, 2, 1), "head")): ("qwen3-moe",),
+    Layout(split_vocabulary(Topology(2, 2, 1), "both")): ("llama-tied",),
 }
 CASES = [(layout, name) for layout, names in SPREAD.items() for name in names]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
@@ -121,12 +121,12 @@ CHUNKS = [
     *(case for pair in HALVES.items() for case in pair if case.topology.placement),
 ]
 SPREAD = [  # heads in parts on all pipeline ranks
-    Case(spread_vocabulary(Topology(pp=2), "head"), "packed", UNTIED, schedule="adaptive", weights_lag=1),
-    Case(spread_vocabulary(TP2PP2, "head"), model=GPT2, sequence_parallel=True, schedule="adaptive", weights_lag=1),
-    Case(spread_vocabulary(TP2V, "head"), "packed", UNTIED, recompute="head+full", schedule="adaptive"),
-    Case(spread_vocabulary(Topology(pp=4), "head"), model=UNTIED, recompute="stage", schedule="adaptive"),
+    Case(split_vocabulary(Topology(pp=2), "head"), "packed", UNTIED, schedule="adaptive", weights_lag=1),
+    Case(split_vocabulary(TP2PP2, "head"), model=GPT2, sequence_parallel=True, schedule="adaptive", weights_lag=1),
+    Case(split_vocabulary(TP2V, "head"), "packed", UNTIED, recompute="head+full", schedule="adaptive"),
+    Case(split_vocabulary(Topology(pp=4), "head"), model=UNTIED, recompute="stage", schedule="adaptive"),
     Case(
-        spread_vocabulary(replace(V, dp=2), "head"),
+        split_vocabulary(replace(V, dp=2), "head"),
         "packed",
         UNTIED,
         distributed_optimizer=True,
@@ -136,10 +136,10 @@ SPREAD = [  # heads in parts on all pipeline ranks
     ),
 ]
 SPREAD += [  # and embeddings
-    Case(spread_vocabulary(Topology(pp=2), "both"), "packed", TIED, schedule="adaptive", weights_lag=1),
-    Case(spread_vocabulary(TP2PP2, "both"), model=GPT2, sequence_parallel=True, recompute="full", schedule="adaptive"),
+    Case(split_vocabulary(Topology(pp=2), "both"), "packed", TIED, schedule="adaptive", weights_lag=1),
+    Case(split_vocabulary(TP2PP2, "both"), model=GPT2, sequence_parallel=True, recompute="full", schedule="adaptive"),
     Case(
-        spread_vocabulary(TP2V, "both"),
+        split_vocabulary(TP2V, "both"),
         "packed",
         TIED,
         sequence_parallel=True,

@@ -26,7 +26,7 @@ from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.partitioning.rules import fixed_rows
+from dynapipe_ext.partitioning.rules import cut_fixed_rows
 from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.settings.tables import OptimizerSettings
@@ -146,7 +146,7 @@ def oracle(case: Case):
 def step_plan_of(case: Case, step: int) -> StepPlan:
     lengths = [SampleLength(s.index, s.positions, 0, s.target) for s in samples_of(step)]
     if case.rule == "cut":
-        replicas = fixed_rows(lengths, row_len=ROW_LEN, dp=case.topology.dp)
+        replicas = cut_fixed_rows(lengths, row_len=ROW_LEN, dp=case.topology.dp)
     else:
         cuts = [lengths[:4], lengths[4:6], lengths[6:7], lengths[7:]]
         parts = [MicroBatch(tuple(cut), "packed", pad_multiple=4) for cut in cuts]

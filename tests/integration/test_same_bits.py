@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
@@ -82,7 +82,7 @@ def exact_tp(topology: Topology, **options) -> Case:
 WHOLE, WHOLE_TP = Run(exact(Topology())), Run(exact_tp(Topology(tp=2)))
 JOINED = Run(exact(Topology(dp=2, width=2)))  # whose products are over slices of rows: bits hold for one width
 UNTIED = replace(GPT2, tied=False)
-SPREAD = Run(exact(spread_vocabulary(Topology(pp=2), "head"), "adaptive", model=UNTIED))  # part 1, and then part 0
+SPREAD = Run(exact(split_vocabulary(Topology(pp=2), "head"), "adaptive", model=UNTIED))  # part 1, and then part 0
 RUNS = [
     WHOLE,
     Run(exact(Topology(), deal=REVERSED, recompute="selective")),
@@ -101,7 +101,7 @@ RUNS = [
     Run(replace(SPREAD.case, deal=SHUFFLED, weights_lag=1, recompute="head+full")),
     Run(
         exact(
-            spread_vocabulary(replace(INTERLEAVED, dp=2), "head"),
+            split_vocabulary(replace(INTERLEAVED, dp=2), "head"),
             "adaptive",
             model=UNTIED,
             deal=((3, 0), (4, 1, 2)),

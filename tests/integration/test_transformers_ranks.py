@@ -18,7 +18,7 @@ from megatron.core import optimizer_param_scheduler  # noqa: F401  (here, once, 
 
 from dynapipe_ext import ParallelContext, PipelineExecutor, Planner, TokenCosts, Topology
 from dynapipe_ext.batch.micro_batches import SampleLength
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, place_stages
 from dynapipe_ext.data.batches import collate
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
@@ -37,7 +37,7 @@ from tests.support.tiny_models import CONFIGS, one_by_one, samples_of, tiny_mode
 SAMPLES = samples_of((3, 12, 7, 20, 5, 9, 14, 4, 6, 11))
 GRID = Topology(pp=2, dp=2)
 HALVES = Topology(pp=4, layers_per_stage=(0.5, 1.5, 1.5, 0.5))
-V = Topology(pp=2, placement=placement_of("v", 2))
+V = Topology(pp=2, placement=place_stages("v", 2))
 HALVES_IN_A_V = replace(V, layers_per_stage=HALVES.layers_per_stage)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dynapipe_ext.batch.document_attention import register_document_attention
-from dynapipe_ext.batch.topology import ActivationFormat, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, Topology, place_stages
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import lower
@@ -29,7 +29,7 @@ TOPOLOGIES = {
     "pp1": Topology(),
     "pp2": Topology(pp=2),
     "pp4": Topology(pp=4),
-    "v": Topology(pp=2, placement=placement_of("v", 2)),
+    "v": Topology(pp=2, placement=place_stages("v", 2)),
 }
 
 

@@ -13,7 +13,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from dynapipe_ext.batch.document_attention import register_document_attention
-from dynapipe_ext.batch.topology import ActivationFormat, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, Topology, place_stages
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -60,8 +60,8 @@ TOPOLOGIES = {
     "pp2 between": Topology(pp=2, layers_per_stage=(3, 2)),
     "pp2 within the decoder": Topology(pp=2, layers_per_stage=(4, 1)),
     "pp4": Topology(pp=4),
-    "v": Topology(pp=2, placement=placement_of("v", 2)),
-    "interleaved": Topology(pp=2, placement=placement_of("interleaved", 2)),
+    "v": Topology(pp=2, placement=place_stages("v", 2)),
+    "interleaved": Topology(pp=2, placement=place_stages("interleaved", 2)),
 }
 
 

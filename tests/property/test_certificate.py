@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, TimeCorrection, adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
@@ -252,7 +252,7 @@ def test_no_plan_of_two_stages_beats_the_batch_bound(lengths: Lengths, decoder: 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_no_plan_with_a_head_over_two_ranks_beats_the_batch_bound(split: bool) -> None:
     """Counted and measured, under a head that is three times as long as a layer."""
-    topology = spread_vocabulary(Topology(pp=2), "head")
+    topology = split_vocabulary(Topology(pp=2), "head")
     wide = replace(SHAPE, vocab_size=1024, tied_embeddings=False)
     counted = AnalyticCosts(wide, topology, flops_per_s=1e9, overhead_ns=3_000)
     for costs in table(topology, seed=7, recomputes=("none",)), counted:
@@ -462,7 +462,7 @@ def test_the_batch_bound_is_the_one_that_brute_force_finds(
     decoder = decoder and stages < 5
     topology = Topology(pp=len(set(placement)), dp=dp, placement=placement if stages == 4 else ())
     if stages == 5:
-        topology = spread_vocabulary(Topology(pp=3, dp=dp), "head")
+        topology = split_vocabulary(Topology(pp=3, dp=dp), "head")
     costs = table(topology, seed=seed, decoder=decoder, missing=missing)
     needs = [(e, d * decoder) for e, d in lengths]
     limit = None if room_mb is None else int(costs.static_bytes().sum()) + room_mb * 10**6

@@ -34,9 +34,9 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=40)
 @given(case=cases(), moves=st.integers(0, 250), seed=st.integers(0, 9), equal=st.booleans())
 def test_levelled_cuts_cover_the_items_and_may_all_be(case: Case, moves: int, seed: int, equal: bool) -> None:
-    _, shapes, first_cuts, first_groups = case
+    _, shapes, make_first_cuts, first_groups = case
     cuts, groups = levelled(*case, moves=moves, seed=seed, equal_counts=equal)
-    assert [item for first, end in cuts for item in range(first, end)] == list(range(len(first_cuts)))
+    assert [item for first, end in cuts for item in range(first, end)] == list(range(len(make_first_cuts)))
     assert all(shapes[end - 1, end - first - 1] >= 0 for first, end in cuts)
     assert sorted(m for group in groups for m in group) == list(range(len(cuts)))
     if equal:

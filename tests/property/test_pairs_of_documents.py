@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, check_cover, sample_lengths
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, place_stages
 from dynapipe_ext.costs.features import count_positions
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import DataError, PlanError
@@ -18,7 +18,7 @@ from dynapipe_ext.models.flops import work_of
 from dynapipe_ext.schedules.planner import Planner
 
 DOCUMENTS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=2, max_size=9)
-TOPOLOGIES = (Topology(), Topology(pp=2), Topology(dp=2), Topology(pp=2, placement=placement_of("v", 2)))
+TOPOLOGIES = (Topology(), Topology(pp=2), Topology(dp=2), Topology(pp=2, placement=place_stages("v", 2)))
 
 
 def pairs_of(documents) -> list[SampleLength]:

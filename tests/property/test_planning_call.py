@@ -112,7 +112,7 @@ def test_graded_rows_fill_and_drain_a_pipeline_sooner_than_even_ones(
         return plan_micro_batches(lengths, Topology(pp=4, dp=2), costs_of(4), **options).plan
 
     graded = planned()
-    monkeypatch.setattr(RowPackings, "graded", lambda *_: None)
+    monkeypatch.setattr(RowPackings, "with_grades", lambda *_: None)
     even = planned()
     assert graded.makespan_ns < 0.99 * even.makespan_ns
     for replica in graded.batch.replicas:

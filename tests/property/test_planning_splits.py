@@ -22,16 +22,16 @@ from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.balance import assign_replicas
-from dynapipe_ext.partitioning.packing import RowPackings, RowRule, fill_lightest, micro_batch_evaluate
-from dynapipe_ext.partitioning.padded import Caps, best_partition, ordered, price_cuts
-from dynapipe_ext.partitioning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
+from dynapipe_ext.partitioning.packing import RowPackingPolicy, RowPackings, fill_lightest, make_evaluate
+from dynapipe_ext.partitioning.padded import MicroBatchLimits, find_best_partition, price_cuts, sort_samples
+from dynapipe_ext.partitioning.rules import cut_fixed_rows, pack_documents, pad_to_batch_max, split_as_dynapipe
 
 COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=3000, bytes_per_token=10)
-BY_BATCH = micro_batch_evaluate(COSTS, min_in_flight=3)
+BY_BATCH = make_evaluate(COSTS, min_in_flight=3)
 # Times so short that every bound between them can be tried, and an overhead worth several samples.
 SHORT = TokenCosts(3, ns_per_token=1, ns_per_token_squared=0.005, overhead_ns=30, bytes_per_token=10)
 MERGING = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=30_000, bytes_per_token=10)
-NO_CAPS = Caps()
+NO_CAPS = MicroBatchLimits()
 STEADY = settings(derandomize=True, max_examples=60)
 Ranges = list[tuple[int, int]]
 LENGTH = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 400))
@@ -61,23 +61,35 @@ def replicate(micro_batches: list[MicroBatch], dp: int) -> list[list[MicroBatch]
 
 
 def split_padded(
-    samples: list[SampleLength], costs: TokenCosts, *, pp: int, dp: int, caps: Caps = NO_CAPS, in_flight: int = 1
+    samples: list[SampleLength],
+    costs: TokenCosts,
+    *,
+    pp: int,
+    dp: int,
+    caps: MicroBatchLimits = NO_CAPS,
+    in_flight: int = 1,
 ) -> list[MicroBatch]:
     """The exact optimum over the ranges of the sorted samples."""
     priced = price_cuts(
-        ordered(samples, "sorted"), costs, ("none",), caps, weight=dp * (pp - 1), min_in_flight=in_flight, is_exact=True
+        sort_samples(samples, "sorted"),
+        costs,
+        ("none",),
+        caps,
+        weight=dp * (pp - 1),
+        min_in_flight=in_flight,
+        is_exact=True,
     )
-    cuts = priced.first_cuts(pp=pp, dp=dp, min_in_flight=in_flight, thinning_ns=1)
-    return [priced.micro_batch(cut) for cut in cuts]
+    cuts = priced.make_first_cuts(pp=pp, dp=dp, min_in_flight=in_flight, thinning_ns=1)
+    return [priced.make_micro_batch(cut) for cut in cuts]
 
 
 @STEADY
 @given(batches(), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 8]))
 def test_every_split_trains_every_sample_once(samples: list[SampleLength], dp: int, pp: int, multiple: int) -> None:
     dp = min(dp, len(samples))
-    padded = split_padded(samples, SHORT, pp=pp, dp=dp, caps=Caps(pad_multiple=multiple))
-    rows = RowPackings.of(samples, BY_BATCH, RowRule(max_tokens=510, pad_multiple=multiple))
-    packed = list(rows.finalists(BY_BATCH, pp=pp, dp=dp, max_bytes=None, equal_counts=False)[0])
+    padded = split_padded(samples, SHORT, pp=pp, dp=dp, caps=MicroBatchLimits(pad_multiple=multiple))
+    rows = RowPackings.from_samples(samples, BY_BATCH, RowPackingPolicy(max_tokens=510, pad_multiple=multiple))
+    packed = list(rows.list_finalists(BY_BATCH, pp=pp, dp=dp, max_bytes=None, equal_counts=False)[0])
     check(replicate(padded, dp), samples, dp)
     check(replicate(packed, dp), samples, dp)
     assert max(max(m.encoder_len, m.decoder_len) for m in packed) <= 510
@@ -94,7 +106,7 @@ def test_every_rule_for_decoder_only_models_trains_every_sample_once(
     bounded = pad_to_batch_max(samples, dp=dp, max_tokens=1024, pad_multiple=8)
     check([replica for replica in bounded if replica], samples, min(dp, sum(map(bool, bounded))))
     fits = -(-sum(s.encoder for s in samples) // row_len) >= dp
-    cut = fixed_rows(samples, row_len=row_len, dp=dp if fits else 1)
+    cut = cut_fixed_rows(samples, row_len=row_len, dp=dp if fits else 1)
     check(cut, samples, dp if fits else 1)
     assert {m.encoder_len for replica in cut for m in replica} == {row_len}
     shortfalls = [row_len - m.real_tokens for replica in cut for m in replica]
@@ -105,9 +117,9 @@ def test_every_rule_for_decoder_only_models_trains_every_sample_once(
 @given(batches(), st.integers(1, 4))
 def test_the_rules_for_both_kinds_of_model_train_every_sample_once(samples: list[SampleLength], dp: int) -> None:
     dp = min(dp, len(samples))
-    check(packed_documents(samples, BY_BATCH, max_tokens=512, dp=dp), samples, dp)
-    check(dynapipe_rule(samples, COSTS, ("none",), pp=3, dp=dp), samples, dp)
-    check(dynapipe_rule(samples, COSTS, ("none",), pp=3, dp=dp, thinning_ns=1000, pad_multiple=8), samples, dp)
+    check(pack_documents(samples, BY_BATCH, max_tokens=512, dp=dp), samples, dp)
+    check(split_as_dynapipe(samples, COSTS, ("none",), pp=3, dp=dp), samples, dp)
+    check(split_as_dynapipe(samples, COSTS, ("none",), pp=3, dp=dp, thinning_ns=1000, pad_multiple=8), samples, dp)
 
 
 def partitions(count: int) -> Iterator[Ranges]:
@@ -117,17 +129,17 @@ def partitions(count: int) -> Iterator[Ranges]:
 
 
 CAPS = st.builds(
-    Caps,
+    MicroBatchLimits,
     pad_multiple=st.sampled_from([1, 8]),
     max_tokens=st.none() | st.integers(16, 3000),
     max_bytes=st.none() | st.integers(5_000, 100_000),
 )
 
 
-def time_ns(costs: TokenCosts, members: Sequence[SampleLength], caps: Caps, in_flight: int) -> int | None:
+def time_ns(costs: TokenCosts, members: Sequence[SampleLength], caps: MicroBatchLimits, in_flight: int) -> int | None:
     """Of one micro-batch; None if it breaks a cap."""
     one = MicroBatch(tuple(members), pad_multiple=caps.pad_multiple)
-    times, num_bytes = micro_batch_evaluate(costs, min_in_flight=in_flight)([one])
+    times, num_bytes = make_evaluate(costs, min_in_flight=in_flight)([one])
     if caps.max_tokens and one.padded_tokens > caps.max_tokens:
         return None
     return None if caps.max_bytes and num_bytes[0] > caps.max_bytes else int(times[0])
@@ -136,10 +148,10 @@ def time_ns(costs: TokenCosts, members: Sequence[SampleLength], caps: Caps, in_f
 @STEADY
 @given(batches(most=9), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), CAPS)
 def test_padded_split_equals_brute_force_over_contiguous_partitions(
-    samples: list[SampleLength], dp: int, pp: int, in_flight: int, caps: Caps
+    samples: list[SampleLength], dp: int, pp: int, in_flight: int, caps: MicroBatchLimits
 ) -> None:
     dp = min(dp, len(samples))
-    order = ordered(samples, "sorted")
+    order = sort_samples(samples, "sorted")
     ranges = itertools.combinations(range(len(order) + 1), 2)
     times = {one: time_ns(SHORT, order[slice(*one)], caps, in_flight) for one in ranges}
 
@@ -177,7 +189,7 @@ def test_best_partition_equals_brute_force_on_any_costs(count: int, weight: int,
         each = [int(costs[b - 1, b - a - 1]) for a, b in runs]
         if max(each) < INFEASIBLE:
             values.append(sum(each) + weight * max(each))
-    ends = best_partition(costs, weight, 1)
+    ends = find_best_partition(costs, weight, 1)
     each = [int(costs[b - 1, b - a - 1]) for a, b in itertools.pairwise([0, *ends])]
     assert sum(each) + weight * max(each) == min(values)
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
-from dynapipe_ext.batch.topology import Topology, placement_of
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.topology import Topology, place_stages
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.data.shipped_lengths import shipped_lengths
@@ -17,8 +17,8 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search.problem import NO_LIMIT, DispatchPolicy
 from tests.bench.noise import dispatch
 
-PLACEMENTS = [spread_vocabulary(Topology(pp=pp), "head").placement for pp in (2, 3, 4)]
-PLACEMENTS.append(spread_vocabulary(Topology(pp=3, placement=placement_of("v", 3)), "head").placement)
+PLACEMENTS = [split_vocabulary(Topology(pp=pp), "head").placement for pp in (2, 3, 4)]
+PLACEMENTS.append(split_vocabulary(Topology(pp=3, placement=place_stages("v", 3)), "head").placement)
 F, B = Kind.FORWARD, Kind.BACKWARD
 
 
@@ -97,7 +97,7 @@ def test_whole_backwards_under_a_spread_head_end_near_their_bound_on_uneven_rows
     drawn = shipped_lengths(65_536, most=2048)[:, 0]
     samples = sample_lengths(drawn[: int(np.searchsorted(np.cumsum(drawn), 65_536))].tolist())
     a = preset("llama-3-8b")
-    topology = spread_vocabulary(Topology(tp=2, pp=8).with_layers(a.num_layers), "head")
+    topology = split_vocabulary(Topology(tp=2, pp=8).with_layers(a.num_layers), "head")
     costs = AnalyticCosts(a.padded(), topology, flops_per_s=400e12, sequence_parallel=True)
     plan = Planner(topology, costs, 40e9, layout="packed", pad_multiple=2, effort=2000).plan(samples)
     assert plan.makespan_s <= 1.02 * plan.lower_bound_s

@@ -16,8 +16,8 @@ import torch
 from dynapipe_ext.batch import packed_attention as kernels
 from dynapipe_ext.batch.packed_attention import (
     KERNELS,
-    Borders,
-    DocumentRule,
+    DocumentMask,
+    DocumentOffsets,
     attend_by_kernel,
     attend_documents,
     load_kernel,
@@ -60,11 +60,11 @@ OLDER = {
     ("torch-varlen", "2.10"): "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None",
 }
 RULES = {
-    "causal": DocumentRule(),
-    "window": DocumentRule(window=4, scale=0.3),
-    "both ways": DocumentRule(is_causal=False),
-    "window both ways": DocumentRule(is_causal=False, window=3),
-    "capped": DocumentRule(softcap=1.5),
+    "causal": DocumentMask(),
+    "window": DocumentMask(window=4, scale=0.3),
+    "both ways": DocumentMask(is_causal=False),
+    "window both ways": DocumentMask(is_causal=False, window=3),
+    "capped": DocumentMask(softcap=1.5),
 }
 
 
@@ -85,14 +85,14 @@ def install(name: str, signature: str, monkeypatch: pytest.MonkeyPatch) -> kerne
             setattr(module, kernel.function, namespace[kernel.function])
         if not module.__name__.startswith("torch") or module.__name__ == kernel.module:
             monkeypatch.setitem(sys.modules, module.__name__, module)
-    kernels._loaded.cache_clear()
+    kernels._load_once.cache_clear()
     return kernel
 
 
 @pytest.fixture(autouse=True)
 def forget_what_was_loaded():
     yield
-    kernels._loaded.cache_clear()
+    kernels._load_once.cache_clear()
 
 
 def meant_by_flash_attn(given: dict[str, Any]) -> Any:
@@ -124,7 +124,7 @@ def meant_by_torch(given: dict[str, Any]) -> torch.Tensor:
     return by_definition(*tensors, scale=given["scale"], back=left, ahead=right)
 
 
-def expected(tensors: list[torch.Tensor], borders: Borders, rule: DocumentRule) -> torch.Tensor:
+def expected(tensors: list[torch.Tensor], borders: DocumentOffsets, rule: DocumentMask) -> torch.Tensor:
     back = math.inf if rule.window is None else rule.window - 1
     ahead = 0 if rule.is_causal else back
     places = borders.sums.tolist()
@@ -136,10 +136,10 @@ def expected(tensors: list[torch.Tensor], borders: Borders, rule: DocumentRule) 
 def test_each_kernel_is_asked_for_what_the_rule_says(name, version, rule, monkeypatch):
     kernel = install(name, SIGNATURES[name, version], monkeypatch)
     if rule.softcap and "softcap" not in kernel.arguments:
-        pytest.skip("kernel_for does not give it such a rule")
+        pytest.skip("pick_kernel does not give it such a rule")
     for heads, groups in ((4, 4), (4, 2)):
         tensors = packed_tensors(heads, groups)
-        borders = Borders.of(LENGTHS, torch.device("cpu"))
+        borders = DocumentOffsets.of(LENGTHS, torch.device("cpu"))
         torch.testing.assert_close(
             attend_by_kernel(kernel, *tensors[:3], borders, rule), expected(tensors, borders, rule)
         )
@@ -193,7 +193,7 @@ def test_the_sources_that_are_installed_have_the_arguments(kernel):
 def test_a_call_a_document_gives_values_and_gradients_of_the_definition(name):
     rule = RULES[name]
     tensors = packed_tensors(4, 2)
-    borders = Borders.of(LENGTHS, torch.device("cpu"))
+    borders = DocumentOffsets.of(LENGTHS, torch.device("cpu"))
     values = attend_documents(*tensors[:3], borders, rule), expected(tensors, borders, rule)
     mine, theirs = ((out, *torch.autograd.grad((out * tensors[3]).sum(), tensors[:3])) for out in values)
     for found, wanted in zip(mine, theirs, strict=True):

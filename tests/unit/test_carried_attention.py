@@ -159,7 +159,7 @@ def test_flash_attention_is_asked_for_longer_keys_than_queries_and_is_given_view
     rows = [tensors(length + short, generator) for length, short in zip(lengths, shorts, strict=True)]
     outputs: list[list[torch.Tensor]] = []
     for found in (kernel, None):
-        monkeypatch.setattr(core_attention, "kernel_for", lambda *_, found=found: found)
+        monkeypatch.setattr(core_attention, "pick_kernel", lambda *_, found=found: found)
         core = attention()
         keys, outs, inputs = CarriedKeys(plan), [], [[x.clone().requires_grad_() for x in row] for row in rows]
         for m, (length, short) in enumerate(zip(lengths, shorts, strict=True)):

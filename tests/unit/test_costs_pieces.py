@@ -29,8 +29,8 @@ from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.partitioning.packing import micro_batch_evaluate
-from dynapipe_ext.partitioning.pieces import RowTime, piece_choices
+from dynapipe_ext.partitioning.packing import make_evaluate
+from dynapipe_ext.partitioning.pieces import RowTime, list_piece_choices
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search.proposals import StepProblem
@@ -208,7 +208,7 @@ def test_samples_longer_than_any_measured_row_are_planned_in_pieces_and_checked(
     assert not check(read, costs, memory_limit_bytes=2 * 10**9, lengths=lengths).faults
     with pytest.raises(PlanError, match="1 x 8192"):
         replace(made, pieces=8192).plan(LONG)
-    choices = piece_choices(LONG, micro_batch_evaluate(costs), [512, 4096, 8192], dp=2, depth=2)
+    choices = list_piece_choices(LONG, make_evaluate(costs), [512, 4096, 8192], dp=2, depth=2)
     by_length = [(choice.tokens, choice.even == RowTime()) for choice in choices]
     assert by_length == [(512, True), (512, False), (4096, True)]
     grids = {at: grid for at, grid in costs.grids.items() if "full" in at}

@@ -11,7 +11,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, sample_lengths
 from dynapipe_ext.batch.topology import Topology, Vocabulary
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
@@ -37,7 +37,7 @@ MODEL = replace(
 )
 TOKENS = np.array([2 * 32, 9 + 32 + 64])
 WHOLE = Topology(tp=2, pp=PP, dp=2).with_layers(LAYERS)
-HEAD = spread_vocabulary(WHOLE, "head")
+HEAD = split_vocabulary(WHOLE, "head")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "full", "head", "stage")
 
 
@@ -93,7 +93,7 @@ def test_each_part_keeps_its_logits_the_heads_input_and_four_numbers_a_position(
 def test_every_rank_holds_the_rows_of_its_part(vocabulary: Vocabulary, tied: bool) -> None:
     """Rows over tp and pp; all ranks together hold what a model on one rank does. Of a tied model they are one copy."""
     model = replace(MODEL, tied_embeddings=tied)
-    topology = spread_vocabulary(WHOLE, vocabulary)
+    topology = split_vocabulary(WHOLE, vocabulary)
     if tied and vocabulary == "head":
         with pytest.raises(ConfigError, match="this model ties its head to it: give 'both'"):
             count_parameters(model, topology)
@@ -124,7 +124,7 @@ def test_the_busiest_rank_is_near_the_even_share(pp: int) -> None:
     last = 1 if pp == 16 else 32 // pp - 3 + (pp == 8)
     given = [(32 - last) // (pp - 1) + (stage < (32 - last) % (pp - 1)) for stage in range(pp - 1)]
     busiest = {}
-    for topology in replace(even, layers_per_stage=(*given, last)), spread_vocabulary(even, "head"):
+    for topology in replace(even, layers_per_stage=(*given, last)), split_vocabulary(even, "head"):
         rows = costs.over(topology)[0].evaluate_shapes([1], [2048])
         work = (rows.forward_ns + rows.backward_ns)[:, 0]
         by_rank = np.bincount(topology.stage_ranks, weights=work)
@@ -137,7 +137,7 @@ def test_measured_parts_take_their_share_of_the_measured_head(tmp_path: Path) ->
     table = gpt(tmp_path)
     parameters = {**table.parameter_bytes, "head": 3e6}
     for costs in replace(table, parameter_bytes=parameters), CostTable.from_json(table.to_json()):
-        topology = spread_vocabulary(Topology(tp=2, pp=3, dp=2), "head")
+        topology = split_vocabulary(Topology(tp=2, pp=3, dp=2), "head")
         samples = sample_lengths([60, 64])
         whole = costs.evaluate([MicroBatch(samples)])
         spread = costs.over(topology)[0].evaluate([MicroBatch(samples)])
@@ -158,7 +158,7 @@ def test_a_measured_peak_of_the_head_is_a_parts_share_beside_its_input() -> None
     """Stored and running MB of a head of one known point: 30 and 42 of 8 rows of 128."""
     measured = {"forward_ms": 1.0, "backward_ms": 2.0, "stored_mb": 30.0, "peak_mb": 42.0}
     grid = Grid.from_points({name: {(1, 16): value, (8, 128): value} for name, value in measured.items()})
-    topology = spread_vocabulary(Topology(pp=3), "head")
+    topology = split_vocabulary(Topology(pp=3), "head")
     table = CostTable(
         grids={("none", "encoder"): grid, ("none", "postprocess"): grid},
         parameter_bytes={"encoder": 1.0, "embedding": 1.0, "head": 9.0, "tied_head": 0.0},
@@ -180,7 +180,7 @@ def test_a_measured_peak_of_the_head_is_a_parts_share_beside_its_input() -> None
 
 def test_facts_say_where_messages_hold_more(tmp_path: Path) -> None:
     for costs in counted(), gpt(tmp_path):
-        spread, _ = costs.over(spread_vocabulary(Topology(tp=2, pp=3, dp=2), "head"))
+        spread, _ = costs.over(split_vocabulary(Topology(tp=2, pp=3, dp=2), "head"))
         for model, first in (costs, None), (spread, 2):
             form = model.facts.activation_format
             assert form is not None
@@ -192,7 +192,7 @@ def test_facts_say_where_messages_hold_more(tmp_path: Path) -> None:
 
 def test_who_cannot_spread_a_vocabulary_says_so(tmp_path: Path) -> None:
     pairs, table = t5(tmp_path), gpt(tmp_path)
-    four = spread_vocabulary(Topology(tp=2, pp=4), "head")
+    four = split_vocabulary(Topology(tp=2, pp=4), "head")
     odd = replace(MODEL, vocab_size=VOCAB + 2)
     tied = replace(table, parameter_bytes={**table.parameter_bytes, "tied_head": 1.0})
     lora = LoraSettings(enabled=True)

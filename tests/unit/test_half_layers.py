@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, sample_lengths
-from dynapipe_ext.batch.topology import Topology, layers_of_cut
+from dynapipe_ext.batch.topology import Topology, list_stage_layers
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.states import count_parameters
@@ -56,7 +56,7 @@ def of_cut(costs: CostModel, cut: tuple[float, ...], recompute: Recompute = "non
 def test_two_ranges_of_layers_say_what_a_stage_holds() -> None:
     """Every half of every layer lies on one stage, whatever the cut."""
     for cut in ((1.5, 0, 0.5, 0.5, 1.5), (0.5, 0.5, 3), (4,), (3.5, 0.5)):
-        stages = layers_of_cut(cut)
+        stages = list_stage_layers(cut)
         for name in ("attention", "mlp"):
             assert [layer for stage in stages for layer in getattr(stage, name)] == list(range(4))
         for stage, count in zip(stages, cut, strict=True):

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.batch.topology import Topology, placement_of
+from dynapipe_ext.batch.topology import Topology, place_stages
 from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_to_json
@@ -104,7 +104,7 @@ def adapted_parts(family: str, folder: Path, topology: Topology, targets: Any) -
 def test_peft_scores_with_saved_adapters_what_the_stages_scored(family: str, targets: Any, tmp_path: Path) -> None:
     tiny_model(family).save_pretrained(tmp_path / "model")
     tokens = torch.arange(1, 25)[None]
-    v = placement_of("v", 2)
+    v = place_stages("v", 2)
     for name, topology in {"pp1": Topology(), "pp2": Topology(pp=2), "v": Topology(pp=2, placement=v)}.items():
         parts = adapted_parts(family, tmp_path / "model", topology, targets)
         scores = tokens

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_weights, transformer_config
@@ -103,7 +103,7 @@ def test_tied_ends_that_megatron_would_not_find_are_refused(placement):
     ],
 )
 def test_heads_that_parts_cannot_make_are_refused_by_name(shape, topology, says):
-    spread = replace(topology, vocabulary="head") if topology.placement else spread_vocabulary(topology, "head")
+    spread = replace(topology, vocabulary="head") if topology.placement else split_vocabulary(topology, "head")
     architecture = replace(SHAPE, **{"tied_embeddings": False} | shape)
     with pytest.raises(ConfigError, match=says):
         build_model(architecture, spread, 0, None, seed=None, device=torch.device("cpu"))
@@ -113,7 +113,7 @@ def test_parts_of_a_model_with_a_decoder_side_are_refused_by_name():
     sizes = {"hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 64, "vocab_size": 256, "max_seq_len": 64}
     t5 = Architecture.t5(num_layers=2, num_decoder_layers=2, gated_mlp=True, tied_embeddings=False, **sizes)
     with pytest.raises(ConfigError, match="'head' is split over pipeline ranks, which a model with a decoder side"):
-        build_model(t5, spread_vocabulary(Topology(pp=2), "head"), 0, None, seed=None, device=torch.device("cpu"))
+        build_model(t5, split_vocabulary(Topology(pp=2), "head"), 0, None, seed=None, device=torch.device("cpu"))
 
 
 def test_several_stages_on_the_only_rank_are_refused():

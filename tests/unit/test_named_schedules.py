@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, place_stages
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.proven_step import prove_step
@@ -30,7 +30,7 @@ LENGTHS = np.minimum(np.random.default_rng(5).lognormal(4, 1, 48), 700).astype(i
 def planner(schedule: ScheduleName, *, limit_bytes: float = 1e12, static_bytes: int = 0) -> Planner:
     """Of four ranks in two replicas; one stage a rank costs as much as two of half its layers."""
     name = own_placement(schedule)
-    topology = Topology(pp=4, dp=2, placement=() if name == "linear" else placement_of(name, 4))
+    topology = Topology(pp=4, dp=2, placement=() if name == "linear" else place_stages(name, 4))
     half = topology.num_stages // 4
     costs = TokenCosts(
         topology.num_stages,
@@ -99,9 +99,9 @@ def test_several_stages_a_rank_wait_less_than_one_at_equal_micro_batches() -> No
     [
         ("zb-v", (), r"'zb-v' is for two stages a rank in a V, but the placement is \(0, 1, 2, 3\) \(linear\)"),
         ("v-half", (0, 1, 2, 3, 0, 1, 2, 3), r"\(interleaved, 2 stages a rank\): take placement 'v'"),
-        ("zb-v", placement_of("v", 4, 4), r"two stages a rank in a V, but .*v, 4 stages a rank"),
-        ("interleaved-1f1b", placement_of("v", 4), "take placement 'interleaved', or take the adaptive schedule"),
-        ("cyclic", placement_of("v", 4), "'cyclic' is for one stage a rank"),
+        ("zb-v", place_stages("v", 4, 4), r"two stages a rank in a V, but .*v, 4 stages a rank"),
+        ("interleaved-1f1b", place_stages("v", 4), "take placement 'interleaved', or take the adaptive schedule"),
+        ("cyclic", place_stages("v", 4), "'cyclic' is for one stage a rank"),
         ("zb-h1", (0, 1, 2, 3, 3), r"\(custom\): take placement 'linear'"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, pieces_by_position, sample_lengths, sample_pieces
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, find_pieces, sample_lengths, sample_pieces
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError, VerificationError
@@ -137,13 +137,13 @@ def test_pieces_are_told_apart_in_any_injection_order_beside_whole_samples() -> 
     plan = [_piece(1, 4, 2, SampleLength(5, 2)), whole, _piece(0, 0, 8), _piece(1, 0, 4), _piece(0, 8, 8)]
     assert sample_pieces(plan) == ((2, 4), (3, 0))
     assert sample_pieces([whole]) == ()
-    assert {position: str(piece) for position, piece in pieces_by_position(plan).items()} == {
+    assert {position: str(piece) for position, piece in find_pieces(plan).items()} == {
         2: "sample 0, piece 1 of 2, tokens 0-7",
         4: "sample 0, piece 2 of 2, tokens 8-15",
         3: "sample 1, piece 1 of 2, tokens 0-3",
         0: "sample 1, piece 2 of 2, tokens 4-5",
     }
-    assert pieces_by_position([whole, _piece(0, 0, 8)]) == {}  # all of its sample: not cut
+    assert find_pieces([whole, _piece(0, 0, 8)]) == {}  # all of its sample: not cut
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
-from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
+from dynapipe_ext.batch.topology import PlacementName, Topology, place_stages
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
@@ -67,7 +67,7 @@ def trials() -> tuple[PlacementTrial, ...]:
 def test_a_named_placement_is_this_and_its_name_comes_back(
     name: PlacementName, stages: int | None, ranks: tuple[int, ...]
 ) -> None:
-    assert placement_of(name, 3, stages) == ranks
+    assert place_stages(name, 3, stages) == ranks
     assert Topology(pp=3, placement=ranks).placement_name.startswith(name)
 
 
@@ -83,7 +83,7 @@ def test_a_named_placement_is_this_and_its_name_comes_back(
 )
 def test_a_placement_that_cannot_be_is_refused(name: PlacementName, pp: int, stages: int | None, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        placement_of(name, pp, stages)
+        place_stages(name, pp, stages)
 
 
 def test_the_best_placement_comes_first_and_all_layers_lie_somewhere(trials: tuple[PlacementTrial, ...]) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dynapipe_ext.batch.micro_batches import (
     MicroBatch,
     SampleLength,
-    pieces_by_position,
+    find_pieces,
     sample_lengths,
     sample_pieces,
 )
@@ -30,8 +30,8 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.partitioning.packing import RowRule, micro_batch_evaluate
-from dynapipe_ext.partitioning.pieces import RowTime, in_pieces, piece_choices
+from dynapipe_ext.partitioning.packing import RowPackingPolicy, make_evaluate
+from dynapipe_ext.partitioning.pieces import RowTime, cut_into_pieces, list_piece_choices
 from dynapipe_ext.schedules import candidates
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
@@ -85,14 +85,14 @@ def test_a_plan_and_its_file_are_shown_with_the_piece_that_each_micro_batch_carr
     (tmp_path / "plan.json").write_text(json.dumps(plan_json(proven.step_plan, Topology(pp=2, dp=2))))
     shown = of_proven_step(proven, Topology(pp=2, dp=2)), view_of_file(read_plan_file(tmp_path / "plan.json"))
     for dp_rank, replica in enumerate(proven.step_plan.batch.replicas):
-        pieces = pieces_by_position(replica.micro_batches)
+        pieces = find_pieces(replica.micro_batches)
         assert read_schedule(tmp_path / "plan.json", replica=dp_rank)[1] == pieces
         for view in shown:
             *_, last = micro_batch_table(view.replicas[dp_rank]).columns
             count = len(replica.micro_batches)
             texts = [str(pieces.get(m, "")) for m in range(count)]
             assert list(last.cells) == (texts if pieces else [m.recompute for m in replica.micro_batches])
-    assert any(map(pieces_by_position, [replica.micro_batches for replica in proven.step_plan.batch.replicas]))
+    assert any(map(find_pieces, [replica.micro_batches for replica in proven.step_plan.batch.replicas]))
 
 
 def test_the_page_of_long_samples_and_its_picture_tell_what_the_bench_found(root: Path) -> None:
@@ -135,12 +135,12 @@ def test_auto_is_never_slower_than_whole_samples_and_never_under_its_bound(lengt
 def test_what_a_cut_is_expected_to_take_is_what_its_rows_take() -> None:
     samples = sample_lengths([60_000, 20_000, *range(100, 5000, 70)])
     costs = AnalyticCosts(preset("llama-2-7b"), Topology(tp=8, pp=4), layer_overhead_ns=60_000)
-    price = micro_batch_evaluate(costs)
+    price = make_evaluate(costs)
     for tokens in (2048, 4096, 8192):
-        choices = piece_choices(samples, price, [tokens], dp=1, depth=4)
+        choices = list_piece_choices(samples, price, [tokens], dp=1, depth=4)
         assert [choice.even == RowTime() for choice in choices] == [True, False]  # of equal length, of equal time
         for cut in choices:
-            times, _ = price(cut.rows(samples, price, RowRule(max_tokens=tokens, pad_multiple=8)))
+            times, _ = price(cut.make_rows(samples, price, RowPackingPolicy(max_tokens=tokens, pad_multiple=8)))
             fill_ns = 2 * (cut.makespan_ns - cut.hoped_ns)
             assert cut.makespan_ns - fill_ns == pytest.approx(int(times.sum()), rel=0.01)
             assert fill_ns == pytest.approx(3 * int(times.max()), rel=0.1)
@@ -241,7 +241,7 @@ def test_a_pieces_stage_that_is_recomputed_keeps_what_it_received_and_carried_ke
 @example(6109, 85, 1, 1.3225250248416885e-18, 0)
 def test_pieces_tile_their_sample_in_equal_times(length, tokens, multiple, squared, targets) -> None:
     sample = SampleLength(3, length, target=min(length, targets))
-    pieces = in_pieces(sample, tokens, multiple, RowTime(square_ns=squared))
+    pieces = cut_into_pieces(sample, tokens, multiple, RowTime(square_ns=squared))
     assert [p.start for p in pieces] == [0, *np.cumsum([p.encoder for p in pieces])[:-1].tolist()]
     assert sum(p.encoder for p in pieces) == length
     assert sum(p.target for p in pieces) == sample.target

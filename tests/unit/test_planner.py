@@ -19,10 +19,10 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.job.configured import check_fits, make_planner, topology_of, unfit_rivals, variants
-from dynapipe_ext.partitioning.padded import Caps, ordered, price_cuts
+from dynapipe_ext.partitioning.padded import MicroBatchLimits, price_cuts, sort_samples
 from dynapipe_ext.partitioning.rules import (
-    fixed_rows,
-    packed_documents,
+    cut_fixed_rows,
+    pack_documents,
     pad_to_batch_max,
 )
 from dynapipe_ext.schedules import planner as planner_module
@@ -110,15 +110,15 @@ def test_equal_counts_hold_under_every_rule(rule: SplitPolicy, layout: str, leng
 
 
 def test_equal_counts_merge_down_only_where_samples_are_too_few_and_caps_allow_it() -> None:
-    def cuts(lengths: list[int], caps: Caps) -> list[list[int]]:
-        order = ordered(sample_lengths(lengths), "sorted")
+    def cuts(lengths: list[int], caps: MicroBatchLimits) -> list[list[int]]:
+        order = sort_samples(sample_lengths(lengths), "sorted")
         priced = price_cuts(order, COSTS, ("none",), caps, weight=2, equal_counts=True)
-        firsts = priced.first_cuts(pp=2, dp=2, min_in_flight=1, equal_counts=True)
-        return [[s.encoder for s in priced.micro_batch(cut).samples] for cut in firsts]
+        firsts = priced.make_first_cuts(pp=2, dp=2, min_in_flight=1, equal_counts=True)
+        return [[s.encoder for s in priced.make_micro_batch(cut).samples] for cut in firsts]
 
-    assert cuts([500, 400, 300, 200, 100], Caps()) == [[100, 200], [300], [400], [500]]
+    assert cuts([500, 400, 300, 200, 100], MicroBatchLimits()) == [[100, 200], [300], [400], [500]]
     with pytest.raises(PlanError, match=r"no two of them fit into one .*max_tokens 500"):
-        cuts([500] * 3, Caps(max_tokens=500))
+        cuts([500] * 3, MicroBatchLimits(max_tokens=500))
 
 
 def test_a_long_document_beside_short_ones_reaches_every_replica() -> None:
@@ -135,9 +135,9 @@ def test_a_short_batch_keeps_the_cap_on_tokens() -> None:
     ("call", "message"),
     [
         (lambda s: pad_to_batch_max(s, dp=2, rows_per_micro_batch=1, equal_counts=True), "3 samples .* 4 micro-batch"),
-        (lambda s: fixed_rows(s, row_len=1, dp=2, equal_counts=True), "3 positions cannot fill 4 micro-batches"),
+        (lambda s: cut_fixed_rows(s, row_len=1, dp=2, equal_counts=True), "3 positions cannot fill 4 micro-batches"),
         (
-            lambda s: packed_documents(
+            lambda s: pack_documents(
                 s, lambda m: (np.ones(len(m), np.int64),) * 2, max_tokens=1, dp=2, equal_counts=True
             ),
             "3 samples do not spread over 4 or 2 rows of 1 positions",
@@ -150,7 +150,7 @@ def test_equal_counts_that_cannot_be_are_refused_with_the_numbers(call: Any, mes
 
 
 def test_fixed_rows_of_equal_counts_are_filled_alike() -> None:
-    replicas = fixed_rows(sample_lengths([20, 5]), row_len=10, dp=2, equal_counts=True)
+    replicas = cut_fixed_rows(sample_lengths([20, 5]), row_len=10, dp=2, equal_counts=True)
     assert [len(replica) for replica in replicas] == [2, 2]
     rows = [row for replica in replicas for row in replica]
     assert sorted(m.real_tokens for m in rows) == [6, 6, 6, 7]

@@ -15,7 +15,7 @@ from dynapipe_ext.batch.micro_batches import SampleLength, check_cover, sample_l
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, PlanError
-from dynapipe_ext.partitioning.packing import RowRule, document_costs, micro_batch_evaluate
+from dynapipe_ext.partitioning.packing import RowPackingPolicy, compute_document_costs, make_evaluate
 from dynapipe_ext.schedules.planner import Planner
 
 PLANNER = Planner(Topology(pp=2, dp=2), TokenCosts(2), 1e12, effort=1)
@@ -117,7 +117,9 @@ def test_documents_are_priced_in_rows_of_bounded_number_beside_a_very_long_one(l
         return count
 
     samples = sample_lengths([longest, *range(10, 400)])
-    costs = document_costs(samples, counting(micro_batch_evaluate(TokenCosts(2))), RowRule(max_tokens=longest))
+    costs = compute_document_costs(
+        samples, counting(make_evaluate(TokenCosts(2))), RowPackingPolicy(max_tokens=longest)
+    )
     assert priced <= 2**18 + len(samples)
     assert costs[1:] == sorted(costs[1:])
     assert costs[0] > costs[-1]

@@ -19,7 +19,7 @@ from dynapipe_ext.batch.micro_batches import (
     check_cover,
     sample_lengths,
 )
-from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
+from dynapipe_ext.batch.topology import PlacementName, Topology, place_stages
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -27,15 +27,15 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.partitioning import packing
 from dynapipe_ext.partitioning.balance import assign_replicas
-from dynapipe_ext.partitioning.packing import RowPackings, RowRule, micro_batch_evaluate, pack
-from dynapipe_ext.partitioning.padded import Caps, SortOrder, ordered, price_cuts
+from dynapipe_ext.partitioning.packing import RowPackingPolicy, RowPackings, make_evaluate, pack
+from dynapipe_ext.partitioning.padded import MicroBatchLimits, SortOrder, price_cuts, sort_samples
 from dynapipe_ext.partitioning.rules import (
-    dynapipe_rule,
-    fixed_rows,
+    cut_fixed_rows,
     karmarkar_karp,
     list_row_lengths,
-    packed_documents,
+    pack_documents,
     pad_to_batch_max,
+    split_as_dynapipe,
     with_short_ends,
 )
 from dynapipe_ext.schedules.planner import Planner
@@ -43,7 +43,7 @@ from dynapipe_ext.schedules.rivals import list_rivals
 from tests.bench.peer_rules import first_fit_in_order, verl_rule
 
 COSTS = TokenCosts(4, ns_per_token=100, ns_per_token_squared=1, overhead_ns=2000)
-BY_BATCH, NO_CAPS = micro_batch_evaluate(COSTS), Caps()
+BY_BATCH, NO_CAPS = make_evaluate(COSTS), MicroBatchLimits()
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ def split_padded(
     *,
     pp: int,
     dp: int,
-    caps: Caps = NO_CAPS,
+    caps: MicroBatchLimits = NO_CAPS,
     kinds: Sequence[Any] = ("none",),
     equal_counts: bool = False,
     order: SortOrder = "sorted",
 ) -> list[MicroBatch]:
     priced = price_cuts(
-        ordered(samples, order), costs, kinds, caps, weight=dp * (pp - 1), equal_counts=equal_counts, is_exact=True
+        sort_samples(samples, order), costs, kinds, caps, weight=dp * (pp - 1), equal_counts=equal_counts, is_exact=True
     )
-    cuts = priced.first_cuts(pp=pp, dp=dp, min_in_flight=1, equal_counts=equal_counts)
-    return [priced.micro_batch(cut) for cut in cuts]
+    cuts = priced.make_first_cuts(pp=pp, dp=dp, min_in_flight=1, equal_counts=equal_counts)
+    return [priced.make_micro_batch(cut) for cut in cuts]
 
 
 def best_packed(
@@ -86,12 +86,12 @@ def best_packed(
     max_bytes: int | None = None,
     equal_counts: bool = False,
 ) -> list[MicroBatch]:
-    rows = RowPackings.of(samples, evaluate, RowRule(max_tokens=max_tokens))
-    return list(rows.finalists(evaluate, pp=pp, dp=dp, max_bytes=max_bytes, equal_counts=equal_counts)[0])
+    rows = RowPackings.from_samples(samples, evaluate, RowPackingPolicy(max_tokens=max_tokens))
+    return list(rows.list_finalists(evaluate, pp=pp, dp=dp, max_bytes=max_bytes, equal_counts=equal_counts)[0])
 
 
 def packed_rows(lengths: list[int], num_rows: int, **rule: Any) -> list[MicroBatch]:
-    found = RowPackings.of(sample_lengths(lengths), BY_BATCH, RowRule(**rule)).numbering(num_rows)
+    found = RowPackings.from_samples(sample_lengths(lengths), BY_BATCH, RowPackingPolicy(**rule)).with_count(num_rows)
     assert found is not None
     return list(found)
 
@@ -133,7 +133,7 @@ def test_padding_to_the_batch_maximum_within_max_tokens_cuts_alike_on_every_topo
 
 def test_fixed_rows_cuts_at_row_ends_and_each_piece_keeps_its_own_targets() -> None:
     samples = [SampleLength(0, 3, target=2), SampleLength(1, 9, target=6), SampleLength(2, 2, target=2)]
-    rows = [m for replica in fixed_rows(samples, row_len=5, dp=1) for m in replica]
+    rows = [m for replica in cut_fixed_rows(samples, row_len=5, dp=1) for m in replica]
     pieces = [[(s.index, s.start, s.encoder, s.target) for s in m.samples] for m in rows]
     assert pieces == [[(0, 0, 3, 2), (1, 0, 2, 0)], [(1, 2, 5, 4)], [(1, 7, 2, 2), (2, 0, 2, 2)]]
     assert [(m.encoder_len, m.attention, m.layout) for m in rows] == [(5, "row", "packed")] * 3
@@ -142,17 +142,17 @@ def test_fixed_rows_cuts_at_row_ends_and_each_piece_keeps_its_own_targets() -> N
 def test_dynapipe_rule_takes_the_first_recompute_type_that_fits_for_the_whole_plan() -> None:
     samples = sample_lengths([100, 10, 10, 10])
     kinds: tuple[Any, ...] = ("full", "none", "selective")
-    roomy, tight = (dynapipe_rule(samples, COSTS, kinds, pp=4, dp=1, max_bytes=b) for b in (10**9, 500_000))
+    roomy, tight = (split_as_dynapipe(samples, COSTS, kinds, pp=4, dp=1, max_bytes=b) for b in (10**9, 500_000))
     assert {m.recompute for m in roomy[0]} == {"none"}
     assert {m.recompute for m in tight[0]} == {"none"}
-    (replica,) = dynapipe_rule(samples, ByTokens(1), ("none", "full"), pp=2, dp=1, max_bytes=50_000)
+    (replica,) = split_as_dynapipe(samples, ByTokens(1), ("none", "full"), pp=2, dp=1, max_bytes=50_000)
     assert {m.recompute for m in replica} == {"full"}
     with pytest.raises(PlanError, match="is one of DynaPipe's"):
-        dynapipe_rule(samples, COSTS, ("stage",), pp=2, dp=1)
+        split_as_dynapipe(samples, COSTS, ("stage",), pp=2, dp=1)
 
 
 def test_each_micro_batch_takes_the_fastest_recompute_type_that_fits() -> None:
-    caps = Caps(max_bytes=50_000)
+    caps = MicroBatchLimits(max_bytes=50_000)
     split = split_padded(sample_lengths([100, 10]), ByTokens(1), pp=2, dp=1, caps=caps, kinds=("none", "full"))
     assert [(m.encoder_len, m.recompute) for m in split] == [(10, "none"), (100, "full")]
 
@@ -171,14 +171,14 @@ def test_class_order_serves_encoder_decoder_samples_better_than_the_plain_sort()
     samples = [SampleLength(i, int(e), int(d)) for i, (e, d) in enumerate(pairs)]
 
     def value(split: list[MicroBatch]) -> int:
-        time_ns, _ = micro_batch_evaluate(costs)(split)
+        time_ns, _ = make_evaluate(costs)(split)
         return int(time_ns.sum() + 3 * time_ns.max())
 
     in_classes, in_order = (
         value(split_padded(samples, costs, pp=4, dp=1, order=order)) for order in ("classes", "sorted")
     )
     assert in_classes < 0.95 * in_order
-    assert value(dynapipe_rule(samples, costs, ("none",), pp=4, dp=1)[0]) < 0.95 * in_order
+    assert value(split_as_dynapipe(samples, costs, ("none",), pp=4, dp=1)[0]) < 0.95 * in_order
 
 
 @pytest.mark.parametrize(("pp", "count", "dp"), [(1, 7, 4), (4, 9, 8), (1, 4, 4)])
@@ -186,21 +186,21 @@ def test_no_split_has_fewer_micro_batches_than_replicas(pp: int, count: int, dp:
     samples = sample_lengths([5] * count)
     assert len(split_padded(samples, COSTS, pp=pp, dp=dp)) >= dp
     assert len(best_packed(samples, BY_BATCH, max_tokens=1000, pp=pp, dp=dp)) >= dp
-    assert all(packed_documents(samples, BY_BATCH, max_tokens=1000, dp=dp))
+    assert all(pack_documents(samples, BY_BATCH, max_tokens=1000, dp=dp))
 
 
 def test_equal_counts_makes_the_number_of_micro_batches_a_multiple_of_the_replicas() -> None:
     samples = sample_lengths(list(range(3, 50)))
     assert len(split_padded(samples, COSTS, pp=4, dp=3, equal_counts=True)) % 3 == 0
     assert len(best_packed(samples, BY_BATCH, max_tokens=100, pp=4, dp=3, equal_counts=True)) % 3 == 0
-    assert len({len(r) for r in packed_documents(samples, BY_BATCH, max_tokens=100, dp=3, equal_counts=True)}) == 1
+    assert len({len(r) for r in pack_documents(samples, BY_BATCH, max_tokens=100, dp=3, equal_counts=True)}) == 1
 
 
 def test_packed_rows_follow_the_asked_number_and_are_none_where_they_are_too_tight() -> None:
     split = packed_rows([40, 30, 20, 10], 2, max_tokens=50)
     assert sorted(m.encoder_len for m in split) == [50, 50]
-    rows = RowPackings.of(sample_lengths([40, 30, 20, 10]), BY_BATCH, RowRule(max_tokens=50))
-    assert (rows.least, rows.numbering(1)) == (2, None)
+    rows = RowPackings.from_samples(sample_lengths([40, 30, 20, 10]), BY_BATCH, RowPackingPolicy(max_tokens=50))
+    assert (rows.least, rows.with_count(1)) == (2, None)
 
 
 def test_a_row_passed_over_for_lack_of_room_takes_later_smaller_documents() -> None:
@@ -217,7 +217,8 @@ def test_the_byte_cap_is_exact() -> None:
     samples = sample_lengths([10, 10])
     _, needed = BY_BATCH([MicroBatch(tuple(samples))])
     counts = [
-        len(split_padded(samples, COSTS, pp=2, dp=1, caps=Caps(max_bytes=int(needed[0]) - less))) for less in (0, 1)
+        len(split_padded(samples, COSTS, pp=2, dp=1, caps=MicroBatchLimits(max_bytes=int(needed[0]) - less)))
+        for less in (0, 1)
     ]
     assert counts == [1, 2]
 
@@ -249,7 +250,9 @@ def test_packed_rows_balance_attention_and_not_tokens() -> None:
 
 
 def pad(lengths: list[int], dp: int = 1, *, equal_counts: bool = False, **caps: int) -> object:
-    return split_padded(sample_lengths(lengths), COSTS, pp=2, dp=dp, caps=Caps(**caps), equal_counts=equal_counts)
+    return split_padded(
+        sample_lengths(lengths), COSTS, pp=2, dp=dp, caps=MicroBatchLimits(**caps), equal_counts=equal_counts
+    )
 
 
 def row(lengths: list[int], **more: Any) -> object:
@@ -264,7 +267,7 @@ def row(lengths: list[int], **more: Any) -> object:
         (lambda: pad([9] * 3, dp=2, max_tokens=9, equal_counts=True), "3 samples .* no two of them"),
         (lambda: row([9, 200]), "sample 1 has 200 positions .* has 100"),
         (lambda: row([9, 99], max_bytes=9500), "sample 1 with 99 positions needs 99,000 B but 9,500 B is"),
-        (lambda: fixed_rows([SampleLength(4, 3, 2)], row_len=10, dp=1), "sample 4 has a decoder side"),
+        (lambda: cut_fixed_rows([SampleLength(4, 3, 2)], row_len=10, dp=1), "sample 4 has a decoder side"),
         (lambda: pad_to_batch_max(sample_lengths([9, 200]), dp=1, max_tokens=100), "sample 1 makes rows of 200"),
         (lambda: assign_replicas([5], 2), "1 micro-batches cannot feed 2 replicas"),
         (lambda: assign_replicas([5] * 3, 2, equal_counts=True), "3 micro-batches do not divide .* into 4"),
@@ -312,7 +315,7 @@ def test_rows_packed_once_and_judged_several_times_are_those_packed_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     samples = sample_lengths(np.random.default_rng(3).integers(1, 400, 60).tolist())
-    judges = [micro_batch_evaluate(COSTS, min_in_flight=held) for held in (1, 2, 4)]
+    judges = [make_evaluate(COSTS, min_in_flight=held) for held in (1, 2, 4)]
     cap = int(BY_BATCH([MicroBatch(tuple(samples[:12]), "packed")])[1].max())
     alone = [best_packed(samples, judge, max_tokens=1000, pp=4, dp=2, max_bytes=cap) for judge in judges]
     assert len(alone[0]) < len(alone[2])  # what is held changes which rows fit
@@ -324,8 +327,8 @@ def test_rows_packed_once_and_judged_several_times_are_those_packed_for_each(
         return pack(samples, weights, num_rows, room, order)
 
     monkeypatch.setattr(packing, "pack", counted)
-    rows = RowPackings.of(samples, BY_BATCH, RowRule(max_tokens=1000))
-    shared = [rows.finalists(judge, pp=4, dp=2, max_bytes=cap, equal_counts=False) for judge in judges]
+    rows = RowPackings.from_samples(samples, BY_BATCH, RowPackingPolicy(max_tokens=1000))
+    shared = [rows.list_finalists(judge, pp=4, dp=2, max_bytes=cap, equal_counts=False) for judge in judges]
     assert [list(best) for best, *_ in shared] == alone
     assert len(packed) == len(set(packed))
 
@@ -413,7 +416,7 @@ def test_graded_rows_take_the_place_of_no_other_start(monkeypatch: pytest.Monkey
     lengths = np.clip(np.random.default_rng(0).lognormal(5.0, 1.0, 300), 8, 2000).astype(int).tolist()
     planner = Planner(Topology(pp=16), TokenCosts(16), 10**12, layout="packed")
     with_graded = planner.plan(lengths).makespan_ns
-    monkeypatch.setattr(RowPackings, "graded", lambda *_: None)
+    monkeypatch.setattr(RowPackings, "with_grades", lambda *_: None)
     assert with_graded <= planner.plan(lengths).makespan_ns
 
 
@@ -421,7 +424,7 @@ def test_graded_rows_take_the_place_of_no_other_start(monkeypatch: pytest.Monkey
 def test_a_cap_on_rows_makes_no_plan_much_shorter(placement: PlacementName, dp: int) -> None:
     """Of a model that leaves little memory graded rows are short ones; where W fills the waits, few rows are best."""
     lengths = np.random.default_rng(0).normal(150, 45, 420).clip(40, 400).astype(int).tolist()
-    topology = Topology(pp=2, dp=dp, placement=placement_of(placement, 2)).with_layers(32)
+    topology = Topology(pp=2, dp=dp, placement=place_stages(placement, 2)).with_layers(32)
     costs = AnalyticCosts(preset("llama-2-7b"), topology)
     planner = Planner(topology, costs, 72e9, layout="packed", split_backward=placement == "v")
     capped = [replace(planner, max_tokens=most).plan(lengths).makespan_ns for most in (512, 1024, 1536, 2048)]
@@ -431,7 +434,7 @@ def test_a_cap_on_rows_makes_no_plan_much_shorter(placement: PlacementName, dp: 
 def test_a_rival_takes_the_fastest_of_several_row_lengths_and_orders_of_the_rows() -> None:
     lengths = [int(n) for n in np.random.default_rng(0).lognormal(5, 1, 300).clip(8, 400)]
     costs = TokenCosts(8, ns_per_token_squared=2, overhead_ns=400_000, bytes_per_token=1)
-    topology, zb_v = Topology(pp=4, dp=2, placement=placement_of("v", 4)), list_rivals(4)[-1]
+    topology, zb_v = Topology(pp=4, dp=2, placement=place_stages("v", 4)), list_rivals(4)[-1]
 
     def step_s(max_tokens: int) -> float:
         return Planner(topology, costs, 1e12, **{**zb_v.rules, "max_tokens": max_tokens}).plan(lengths).makespan_s

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import transformers
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, documents_of, sample_lengths
+from dynapipe_ext.batch.micro_batches import MicroBatch, get_document_lengths, sample_lengths
 from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DataError, DynaPipeError
@@ -97,7 +97,7 @@ def test_rows_have_both_documents_each_with_its_own_labels_positions_and_referen
     from dynapipe_ext.data.references import ReferencedPairs
 
     data = prepared(tokenizer, [CHAT, {"prompt": [USER], "chosen": [BAD], "rejected": [GOOD]}], tmp_path)
-    documents = documents_of(data.lengths)
+    documents = get_document_lengths(data.lengths)
     assert documents.tolist() == [documents[1, ::-1].tolist(), documents[0, ::-1].tolist()]
     pairs = ReferencedPairs(data, np.array([[-1.0, -2.0], [-3.0, -4.0]]))
     row = MicroBatch(tuple(sample_lengths(data.lengths)), layout, pad_multiple=8)
@@ -122,7 +122,7 @@ def test_rows_have_both_documents_each_with_its_own_labels_positions_and_referen
 
 def test_each_document_is_bounded_alone_and_cut_at_its_end_where_that_is_asked_for(tokenizer: Path, tmp_path: Path):
     whole = prepared(tokenizer, [TEXT], tmp_path)
-    longest = int(documents_of(whole.lengths).max())
+    longest = int(get_document_lengths(whole.lengths).max())
     assert prepared(tokenizer, [TEXT], tmp_path, model={"max_seq_len": longest}).num_truncated == 0
     shorter = {"model": {"max_seq_len": longest - 2}}
     with pytest.raises(DataError, match=f"line 1, rejected: the sample has {longest} tokens but max_seq_len"):

@@ -14,7 +14,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import bottleneck
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.partitioning.padded import Caps, Cut, PricedCuts, ordered, price_cuts
+from dynapipe_ext.partitioning.padded import Cut, MicroBatchLimits, RangeCosts, price_cuts, sort_samples
 from dynapipe_ext.schedules.search.problem import make_records
 from dynapipe_ext.schedules.search.proposals import StepProblem
 from dynapipe_ext.settings.plan_rules import PlanRules
@@ -28,14 +28,14 @@ def batch(count: int, *, decoder: bool, seed: int = 0) -> list[SampleLength]:
     return [SampleLength(i, int(e), int(d) if decoder else 0) for i, (e, d) in enumerate(lengths)]
 
 
-def priced(samples: list[SampleLength], caps: Caps, order: str = "sorted") -> PricedCuts:
-    return price_cuts(ordered(samples, order), COSTS, ("none", "full"), caps, weight=6)  # type: ignore[arg-type]
+def priced(samples: list[SampleLength], caps: MicroBatchLimits, order: str = "sorted") -> RangeCosts:
+    return price_cuts(sort_samples(samples, order), COSTS, ("none", "full"), caps, weight=6)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("decoder", "order"), [(False, "sorted"), (True, "sorted"), (True, "classes")])
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_a_cut_costs_what_it_costs_as_a_micro_batch(decoder: bool, order: str, multiple: int) -> None:
-    cuts = priced(batch(70, decoder=decoder), Caps(pad_multiple=multiple), order)
+    cuts = priced(batch(70, decoder=decoder), MicroBatchLimits(pad_multiple=multiple), order)
     assert cuts.shapes.shape[1] > 5
     assert (cuts.shapes[:, 0] >= 0).all()
     for end in range(1, 71):
@@ -45,7 +45,7 @@ def test_a_cut_costs_what_it_costs_as_a_micro_batch(decoder: bool, order: str, m
                 continue
             assert rows <= end
             for kind in (0, 1):
-                whole = COSTS.evaluate([cuts.micro_batch(Cut(end - rows, end, kind))])
+                whole = COSTS.evaluate([cuts.make_micro_batch(Cut(end - rows, end, kind))])
                 assert whole.forward_ns[:, 0].tolist() == cuts.kind_costs[kind].forward_ns[:, shape].tolist()
                 assert whole.stored_bytes[:, 0].tolist() == cuts.kind_costs[kind].stored_bytes[:, shape].tolist()
 
@@ -53,13 +53,13 @@ def test_a_cut_costs_what_it_costs_as_a_micro_batch(decoder: bool, order: str, m
 def test_cuts_reach_beyond_the_longest_sample_and_break_no_cap() -> None:
     samples = batch(90, decoder=False)
     longest = max(s.encoder for s in samples)
-    caps = Caps(max_bytes=10 * 1400, max_tokens=1200)
+    caps = MicroBatchLimits(max_bytes=10 * 1400, max_tokens=1200)
     cuts = priced(samples, caps)
     single = int(bottleneck(COSTS.evaluate_shapes([1], [longest], [0]))[0][0])
     seen = set()
     for end in range(1, 91):
         for rows in range(1, min(end, cuts.shapes.shape[1]) + 1):
-            part = cuts.micro_batch(Cut(end - rows, end, 0))
+            part = cuts.make_micro_batch(Cut(end - rows, end, 0))
             time_ns, num_bytes = bottleneck(COSTS.evaluate([part]))
             within = part.padded_tokens <= 1200 and num_bytes[0] <= 14_000 and time_ns[0] <= single * 5 // 4
             assert (cuts.shapes[end - 1, rows - 1] >= 0) == within
@@ -70,14 +70,16 @@ def test_cuts_reach_beyond_the_longest_sample_and_break_no_cap() -> None:
 def test_batches_of_short_samples_get_priced_many() -> None:
     """Alone each is mostly overhead: what is worth a look grows until even cuts stop getting better."""
     samples = [SampleLength(i, 1 + i % 3) for i in range(600)]
-    cuts = priced(samples, Caps())
+    cuts = priced(samples, MicroBatchLimits())
     assert cuts.shapes.shape[1] > 30
 
 
 @pytest.mark.parametrize("equal", [False, True])
 def test_cuts_cover_the_batch_for_every_replica(equal: bool) -> None:
     for count, dp in ((3, 3), (7, 3), (40, 4)):
-        cuts = priced(batch(count, decoder=False), Caps()).first_cuts(pp=4, dp=dp, min_in_flight=2, equal_counts=equal)
+        cuts = priced(batch(count, decoder=False), MicroBatchLimits()).make_first_cuts(
+            pp=4, dp=dp, min_in_flight=2, equal_counts=equal
+        )
         assert [cuts[0].first, cuts[-1].end] == [0, count]
         assert all(a.end == b.first for a, b in pairwise(cuts))
         assert len(cuts) >= dp
@@ -87,14 +89,14 @@ def test_cuts_cover_the_batch_for_every_replica(equal: bool) -> None:
 def test_what_does_not_fit_is_refused_by_sample() -> None:
     samples = [SampleLength(0, 10), SampleLength(5, 400), SampleLength(2, 20)]
     with pytest.raises(PlanError, match=r"sample 5 .* needs 4000 B by itself but 3999 B"):
-        priced(samples, Caps(max_bytes=3999))
+        priced(samples, MicroBatchLimits(max_bytes=3999))
     with pytest.raises(PlanError, match=r"sample 5 .* above the cap of 399 tokens"):
-        priced(samples, Caps(max_tokens=399))
-    cuts = priced(samples, Caps(max_bytes=4000))
-    assert cuts.first_cuts(pp=2, dp=1, min_in_flight=1)
+        priced(samples, MicroBatchLimits(max_tokens=399))
+    cuts = priced(samples, MicroBatchLimits(max_bytes=4000))
+    assert cuts.make_first_cuts(pp=2, dp=1, min_in_flight=1)
     with pytest.raises(PlanError, match="sample 5 does not fit 2 times into 4000 B"):
-        cuts.first_cuts(pp=2, dp=1, min_in_flight=2)
-    assert max(cuts.times(cuts.first_cuts(pp=2, dp=1, min_in_flight=1))) < INFEASIBLE
+        cuts.make_first_cuts(pp=2, dp=1, min_in_flight=2)
+    assert max(cuts.compute_times(cuts.make_first_cuts(pp=2, dp=1, min_in_flight=1))) < INFEASIBLE
 
 
 @pytest.mark.parametrize("stage_ranks", [None, (0, 1, 2, 3), (3, 2, 1, 0), (0, 1, 1, 0), (0, 1, 0, 1)])
@@ -134,9 +136,9 @@ def test_pairs_are_cut_for_twice_as_many_in_flight_as_ranks_as_well(decoder: boo
     proposed = StepProblem(
         topology=Topology(pp=2), costs=COSTS, limit_bytes=limit, rules=PlanRules(pad_multiple=1), kinds=("none", "full")
     ).cuts(samples, 0)
-    order = ordered(samples, "classes" if decoder else "sorted")
-    cuts = price_cuts(order, COSTS, ("none", "full"), Caps(max_bytes=limit), weight=1)
-    made = [tuple(cuts.first_cuts(pp=2, dp=1, min_in_flight=count)) for count in (4, 2, 1)]
+    order = sort_samples(samples, "classes" if decoder else "sorted")
+    cuts = price_cuts(order, COSTS, ("none", "full"), MicroBatchLimits(max_bytes=limit), weight=1)
+    made = [tuple(cuts.make_first_cuts(pp=2, dp=1, min_in_flight=count)) for count in (4, 2, 1)]
     assert made[0] != made[1]
     starts = [proposal.start.cuts for proposal in proposed]
     assert [one in starts for one in made] == [decoder, True, True]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynapipe_ext.batch.topology import Topology, placement_of
+from dynapipe_ext.batch.topology import Topology, place_stages
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.named_models import preset
@@ -17,7 +17,7 @@ LLAMA = preset("llama-2-7b")
 
 
 def planner(pp: int, stages: int, *, dp: int = 1, limit: float = 400e9, **rules: object) -> Planner:
-    placed = Topology(tp=8, pp=pp, dp=dp, placement=placement_of("interleaved", pp, stages))
+    placed = Topology(tp=8, pp=pp, dp=dp, placement=place_stages("interleaved", pp, stages))
     topology = placed.with_layers(LLAMA.num_layers)
     costs = AnalyticCosts(LLAMA, topology, flops_per_s=400e12, sequence_parallel=True)
     return Planner(topology, costs, limit, recompute="none", max_tokens=4096, effort=200, **rules)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.partitioning.packing import finer_splits, join_rows
+from dynapipe_ext.partitioning.packing import join_rows, list_finer_splits
 
 LENGTHS = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5), max_size=40)
 
@@ -50,6 +50,6 @@ def test_other_splits_of_replicas_have_the_same_samples_and_equal_counts_where_t
     replicas: list[list[list[int]]], equal: bool
 ) -> None:
     rows = [rows_of(own, [300]) for own in replicas]
-    for split in finer_splits(rows, equal_counts=equal, max_tokens=0):
+    for split in list_finer_splits(rows, equal_counts=equal, max_tokens=0):
         assert [samples_of(own) for own in split] == [samples_of(own) for own in rows]
         assert not equal or len({*map(len, split)}) == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -228,7 +228,7 @@ def plans_of(topology: Topology, **options):
 )
 def test_modules_of_plain_torch_learn_in_parts_what_one_process_learns(placement, split, recompute, monkeypatch):
     monkeypatch.setattr(chunk_runner, "HEAD_SLICE", 4)
-    topology = spread_vocabulary(Topology(pp=3, placement=placement), "head")
+    topology = split_vocabulary(Topology(pp=3, placement=placement), "head")
     plans = plans_of(topology, split_backward=split, recompute=recompute)
     losses, gradients = learned(topology, plans)
     loss, bodies, head_grad = expected_of(plans[0], len(topology.layer_stages), 3)
@@ -247,7 +247,7 @@ def test_modules_of_plain_torch_learn_in_parts_what_one_process_learns(placement
 
 def test_exact_sums_of_parts_have_the_same_bits_in_slices_or_not_whole_or_split(monkeypatch):
     monkeypatch.setattr(chunk_runner, "HEAD_SLICE", 4)
-    topology = spread_vocabulary(Topology(pp=2), "head")
+    topology = split_vocabulary(Topology(pp=2), "head")
     results = []
     for split, recompute in ((False, "none"), (True, "none"), (True, "head")):
         results.append(

@@ -11,7 +11,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, split_vocabulary
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -171,7 +171,7 @@ def test_layers_move_between_stages_of_layers_alone() -> None:
     for topology in tried:
         assert topology.vocabulary == "head"
         assert all(topology.layers_per_stage[stage] > 0 for stage in topology.layer_stages)
-        assert sum(gathered_vocabulary(topology).layers_per_stage) == 4
+        assert sum(gather_vocabulary(topology).layers_per_stage) == 4
 
 
 def test_plans_say_the_vocabulary_and_are_checked_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +186,7 @@ def test_plans_say_the_vocabulary_and_are_checked_by_it(tmp_path: Path, capsys: 
     assert raw["topology"]["vocabulary"] == "head"
     assert raw["topology"]["layers_per_stage"] == [2, 2, 0]
     assert cli.main(["check-plan", str(plan), *given]) == 0
-    assert read_plan_file(plan).topology == spread_vocabulary(Topology(tp=1, pp=2, dp=2), "head").with_layers(4)
+    assert read_plan_file(plan).topology == split_vocabulary(Topology(tp=1, pp=2, dp=2), "head").with_layers(4)
     capsys.readouterr()
     del raw["topology"]["vocabulary"]  # no placement by name is (0, 1, 0)
     plan.write_text(json.dumps(raw))

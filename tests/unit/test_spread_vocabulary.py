@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
-from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, TensorSpec, Topology, Vocabulary, placement_of
-from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, spread_vocabulary
+from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, TensorSpec, Topology, Vocabulary, place_stages
+from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, split_vocabulary
 from dynapipe_ext.costs.codec import from_json, to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
@@ -21,7 +21,7 @@ SPREAD: tuple[Vocabulary, ...] = ("head", "both")
 
 
 def placed(name: PlacementName, pp: int) -> Topology:
-    return Topology(pp=pp, placement=() if name == "linear" else placement_of(name, pp))
+    return Topology(pp=pp, placement=() if name == "linear" else place_stages(name, pp))
 
 
 @pytest.mark.parametrize("vocabulary", SPREAD)
@@ -32,7 +32,7 @@ def test_every_rank_holds_a_part_and_layers_stay_where_they_were(
 ) -> None:
     """Chains begin and end in stages of layers, with each part on the rank of its number; nothing else moves."""
     layers = placed(name, pp).with_layers(19)
-    spread = spread_vocabulary(layers, vocabulary)
+    spread = split_vocabulary(layers, vocabulary)
     parts = [spread.vocabulary_part(stage) for stage in spread.head_stages]
     assert sorted(parts) == list(range(pp))
     assert parts == [spread.stage_ranks[stage] for stage in spread.head_stages]
@@ -43,8 +43,8 @@ def test_every_rank_holds_a_part_and_layers_stay_where_they_were(
     assert len(spread.embedding_stages) == (pp if vocabulary == "both" else 1)
     assert [spread.layers_per_stage[stage] for stage in spread.layer_stages] == list(layers.layers_per_stage)
     assert sum(spread.layers_per_stage) == 19
-    assert gathered_vocabulary(spread) == layers
-    assert spread_vocabulary(placed(name, pp), vocabulary).with_layers(19) == spread
+    assert gather_vocabulary(spread) == layers
+    assert split_vocabulary(placed(name, pp), vocabulary).with_layers(19) == spread
     assert spread.placement_name.startswith(layers.placement_name + ", ")
 
 
@@ -53,15 +53,15 @@ def test_a_whole_vocabulary_is_a_chain_of_one_stage_at_either_end() -> None:
     assert (topology.embedding_stages, topology.head_stages) == (range(1), range(2, 3))
     assert topology.layer_stages == range(3)
     assert topology.vocabulary_part(2) == topology.vocabulary_part(0) == 0
-    assert spread_vocabulary(topology, "whole") == topology
-    head = spread_vocabulary(topology, "head")
+    assert split_vocabulary(topology, "whole") == topology
+    head = split_vocabulary(topology, "head")
     assert head.vocabulary_part(0) == 0  # the embedding is whole there
     with pytest.raises(ConfigError, match="stage 1 of 5 holds no part of the vocabulary"):
         head.vocabulary_part(1)
 
 
 def test_topologies_say_their_vocabulary_in_json_where_it_is_spread() -> None:
-    whole, spread = Topology(pp=2), spread_vocabulary(Topology(pp=2, dp=2, width=2), "both").with_layers(4)
+    whole, spread = Topology(pp=2), split_vocabulary(Topology(pp=2, dp=2, width=2), "both").with_layers(4)
     assert "vocabulary" not in whole.to_json()
     assert spread.to_json()["vocabulary"] == "both"
     for topology in (whole, spread):
@@ -89,14 +89,14 @@ def test_chains_of_another_form_are_refused(fields: dict[str, Any], refusal: str
 
 def test_a_vocabulary_is_not_spread_twice() -> None:
     with pytest.raises(ConfigError, match="is already split"):
-        spread_vocabulary(spread_vocabulary(Topology(pp=2), "head"), "both")
+        split_vocabulary(split_vocabulary(Topology(pp=2), "head"), "both")
 
 
 def test_published_schedules_are_for_stages_of_layers_alone() -> None:
     for schedule, name in ("1f1b", "linear"), ("interleaved-1f1b", "interleaved"), ("zb-v", "v"):
         topology = placed(name, 4)  # type: ignore[arg-type]
         check_placed(schedule, topology)  # type: ignore[arg-type]
-        spread = spread_vocabulary(topology, "head")
+        spread = split_vocabulary(topology, "head")
         check_placed("adaptive", spread)
         with pytest.raises(ConfigError, match="head spread"):
             check_placed(schedule, spread)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_formats_without_a_spread_head_are_written_as_before() -> None:
 
 def test_a_planner_of_a_spread_vocabulary_is_written_and_read() -> None:
 
-    topology = spread_vocabulary(Topology(pp=2, dp=2), "head")
+    topology = split_vocabulary(Topology(pp=2, dp=2), "head")
     costs = TokenCosts(num_stages=3, ns_per_token=10, ns_per_token_squared=1, bytes_per_token=4)
     planner = Planner(topology, costs, 1e9, format=ActivationFormat(8, first_head_stage=1))
     assert Planner.from_json(planner.to_json()) == planner

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from dynapipe_ext.batch.topology import Topology, Vocabulary, widths_of
+from dynapipe_ext.batch.topology import Topology, Vocabulary, list_cp_degrees
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.settings.declared import declared
 from dynapipe_ext.settings.tables import TopologySettings
@@ -89,8 +89,8 @@ def read_plan_file(path: str | Path) -> PlanFile:
     numbers = [Fields(*replica).one("dp_rank", int) for replica in replicas]
     tp, pp, dp = (shape.one(name, int) for name in ("tp", "pp", "dp"))
     width = shape.one("width", int) if "width" in data["topology"] else 1
-    if width != 1 and width not in widths_of(dp):
-        fitting = short(widths_of(dp))
+    if width != 1 and width not in list_cp_degrees(dp):
+        fitting = short(list_cp_degrees(dp))
         raise ConfigError(f"{path}: width {width} does not divide dp {dp} in powers of two: give one of {fitting}")
     if dp != width * len(numbers) or sorted(numbers) != list(range(dp // width)) or not numbers:
         shown, needs = short(numbers), f"dp {dp} needs each of 0..dp-1 once"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dynapipe_ext.batch.micro_batches import round_up
-from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary
 from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES
 from dynapipe_ext.costs.unfused import counts_plain_layers
@@ -373,7 +373,7 @@ def settings(
             "pp": t.pp,
             "dp": s.cp * t.dp,
             **({} if s.cp == 1 else {"context_parallel": s.cp}),
-            "layers_per_stage": list(gathered_vocabulary(t).layers_per_stage),
+            "layers_per_stage": list(gather_vocabulary(t).layers_per_stage),
             **({} if t.vocabulary == "whole" else {"vocabulary_parallel": t.vocabulary}),
             **({} if s.placement == "linear" else {"placement": s.placement}),
             "sequence_parallel": s.sequence_parallel,

@@ -11,8 +11,8 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, round_up
 from dynapipe_ext.costs.estimated import EstimatedCosts
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.partitioning.packing import RowRule, micro_batch_evaluate
-from dynapipe_ext.partitioning.pieces import RowTime, rows_with_pieces
+from dynapipe_ext.partitioning.packing import RowPackingPolicy, make_evaluate
+from dynapipe_ext.partitioning.pieces import RowTime, pack_with_pieces
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import StepPlan
 
@@ -43,8 +43,8 @@ def bytes_in_pieces(costs: EstimatedCosts, length: int, tokens: int, multiple: i
 
     Errors: PlanError for a model that cannot run pieces.
     """
-    rule = RowRule(max_tokens=round_up(tokens, multiple), pad_multiple=multiple, recompute=recompute)
-    priced = costs.evaluate(rows_with_pieces([SampleLength(0, length)], RowTime(), micro_batch_evaluate(costs), rule))
+    rule = RowPackingPolicy(max_tokens=round_up(tokens, multiple), pad_multiple=multiple, recompute=recompute)
+    priced = costs.evaluate(pack_with_pieces([SampleLength(0, length)], RowTime(), make_evaluate(costs), rule))
     stored = costs.of_ranks(priced.stored_bytes.sum(axis=1))
     working = costs.of_ranks(priced.working_bytes, np.maximum).max(axis=1)
     return int((costs.of_ranks(priced.static_bytes) + stored + working).max())

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, Pieces, Recompute, with_sliced_head
-from dynapipe_ext.batch.topology import Offload, PlacementName, Topology, Vocabulary, placement_of, widths_of
-from dynapipe_ext.batch.vocabulary_parallel import gathered_vocabulary, spread_vocabulary
+from dynapipe_ext.batch.topology import Offload, PlacementName, Topology, Vocabulary, list_cp_degrees, place_stages
+from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, split_vocabulary
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
 from dynapipe_ext.costs.grid import INFEASIBLE
@@ -21,7 +21,7 @@ from dynapipe_ext.costs.states import StateRecipe
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture, layer_kinds
 from dynapipe_ext.models.flops import layer_weights
-from dynapipe_ext.partitioning.pieces import piece_sizes
+from dynapipe_ext.partitioning.pieces import list_piece_sizes
 from dynapipe_ext.reproducible import product
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.settings.tables import PlacementChoice, VocabularyChoice
@@ -154,13 +154,13 @@ def _spread(question: Question, topology: Topology, dropped: Dropped) -> Iterato
         dropped.add("a vocabulary over the pipeline ranks of an encoder-decoder")
         return
     of_model: Vocabulary = "both" if a.tied_embeddings else "head"
-    yield spread_vocabulary(topology, of_model if vocabulary == "auto" else vocabulary)
+    yield split_vocabulary(topology, of_model if vocabulary == "auto" else vocabulary)
 
 
 def placed_otherwise(question: Question, strategy: Strategy, dropped: Dropped) -> Iterator[Strategy]:
     """A strategy of one stage a rank with several: interleaved up to all layers of a rank, but at most
     `_MOST_STAGES`, or as a V."""
-    a, topology = question.architecture, replace(gathered_vocabulary(strategy.topology), layers_per_stage=())
+    a, topology = question.architecture, replace(gather_vocabulary(strategy.topology), layers_per_stage=())
     most = min(_MOST_STAGES, a.total_layers // topology.pp)
     interleaved = sorted({n for n in (2, 4, most) if 1 < n <= most})
     names: tuple[tuple[PlacementName, Sequence[int]], ...] = (
@@ -169,7 +169,7 @@ def placed_otherwise(question: Question, strategy: Strategy, dropped: Dropped) -
     )
     for name, rounds in names:
         for layers in _filled(a, topology, name, rounds, dropped):
-            placed = spread_vocabulary(layers, strategy.topology.vocabulary)
+            placed = split_vocabulary(layers, strategy.topology.vocabulary)
             yield replace(strategy, topology=replace(placed, layers_per_stage=balanced_layers(a, placed)))
 
 
@@ -182,7 +182,7 @@ def _filled(
         return
     for number in rounds:
         try:
-            placed = replace(topology, placement=placement_of(name, topology.pp, number))
+            placed = replace(topology, placement=place_stages(name, topology.pp, number))
         except ConfigError as error:
             dropped.add(str(error) if topology.pp > 1 else f"placement {name} of one pipeline rank")
             continue
@@ -218,7 +218,7 @@ def train_fault(question: Question, strategy: Strategy) -> str:
 def _cp_fault(a: Architecture, cluster: Cluster, tp: int, cp: int) -> str:
     if cp == 1:
         return ""
-    if cp not in widths_of(cp):
+    if cp not in list_cp_degrees(cp):
         return f"cp {cp}, which is no power of two"
     if cluster.world_size // tp % cp:
         return f"cp {cp} does not divide the devices that tp leaves"
@@ -427,7 +427,7 @@ def _screen(
     working = costs.of_ranks(priced.working_bytes, np.maximum)
     need = int((static[:, None] + stored + working).max())
     longest = question.data.longest.encoder
-    sizes = piece_sizes(_pieces(question.limits.pieces, costs, layout), longest, 0)
+    sizes = list_piece_sizes(_pieces(question.limits.pieces, costs, layout), longest, 0)
     if need > limit and sizes:
         need = min(need, bytes_in_pieces(costs, longest, sizes[0], pad_multiple(strategy), kind))
     if need > limit:

@@ -19,7 +19,7 @@ from dynapipe_ext.batch.micro_batches import (
     MicroBatch,
     Piece,
     SampleLength,
-    pieces_by_position,
+    find_pieces,
     sample_pieces,
 )
 from dynapipe_ext.batch.topology import Topology
@@ -116,7 +116,7 @@ def of_proven_step(proven: ProvenStep, topology: Topology, *, planning_s: float 
     for replica, schedule, prediction, in_flight_bytes, trace in zip(
         plan.batch.replicas, plan.schedules, plan.predictions, proven.in_flight_bytes, plan.traces, strict=True
     ):
-        pieces = pieces_by_position(replica.micro_batches)
+        pieces = find_pieces(replica.micro_batches)
         replicas.append(
             ReplicaView(
                 dp_rank=replica.dp_rank,
@@ -180,7 +180,7 @@ def list_orders(plan: PlanFile) -> list[tuple[PipelineSchedule, dict[int, Piece]
             validate(schedule, len(micro_batches), sample_pieces(micro_batches))
         except PlanError as error:
             raise PlanError(f"replica {dp_rank}: {error}") from error
-        orders.append((schedule, pieces_by_position(micro_batches)))
+        orders.append((schedule, find_pieces(micro_batches)))
     return orders
 
 

@@ -159,7 +159,7 @@ def _trade(work: Bins, largest: IntArray, num_ranks: int, cap: int, most_tried: 
         others = np.arange(first, first + work.num_bins, dtype=np.int64)
         elsewhere = others // num_ranks != giver // num_ranks
         room = np.maximum(most[others] - work.load[others], 0)
-        giver_sums = _sums(work, giver, dearest_first=True)
+        giver_sums = _sums(work, giver, sort_by_weight=True)
         for taker in others[np.lexsort((-room, elsewhere))][: min(num_ranks, 2 * _OTHERS) + _OTHERS].tolist():
             over = work.load[giver] - most[giver]
             if over <= 0 or work.counts[giver] < 2:
@@ -169,7 +169,7 @@ def _trade(work: Bins, largest: IntArray, num_ranks: int, cap: int, most_tried: 
             if taker != giver and most[taker] > work.load[taker]:
                 tried += 1
                 if _trade_with(work, giver, giver_sums, taker, over=over, most=most[taker] - work.load[taker], cap=cap):
-                    giver_sums = _sums(work, giver, dearest_first=True)
+                    giver_sums = _sums(work, giver, sort_by_weight=True)
     return tried
 
 
@@ -186,7 +186,7 @@ def _trade_with(
     """The first i of the giver's dearest but one for the first j of the taker's cheapest: `over` less, if it can be.
     `giver_sums`: the giver's `_sums`. Whether anything was traded."""
     slots_a, length_a, cost_a = giver_sums
-    slots_b, length_b, cost_b = _sums(work, taker, dearest_first=False)
+    slots_b, length_b, cost_b = _sums(work, taker, sort_by_weight=False)
     j = np.searchsorted(length_b, length_a - (cap - work.filled[taker]), side="left")
     j = np.minimum(j, len(length_b) - 1)
     saved = cost_a - cost_b[j]
@@ -199,11 +199,11 @@ def _trade_with(
     return True
 
 
-def _sums(work: Bins, number: int, *, dearest_first: bool) -> tuple[IntArray, IntArray, IntArray]:
+def _sums(work: Bins, number: int, *, sort_by_weight: bool) -> tuple[IntArray, IntArray, IntArray]:
     """Slots of a bin in order of cost, the dearest left out, and tokens and costs of the first 0, 1, 2... of them."""
     held = work.slots[number, : work.counts[number]]
     order = np.argsort(-work.cost[held], kind="stable")[1:]
-    order = order if dearest_first else order[::-1]
+    order = order if sort_by_weight else order[::-1]
     zero = np.zeros(1, np.int64)
     lengths = np.concatenate([zero, np.cumsum(work.length[held[order]])])
     return order, lengths, np.concatenate([zero, np.cumsum(work.cost[held[order]])])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dynapipe_ext.batch.packed_attention import Borders, DocumentRule
+from dynapipe_ext.batch.packed_attention import DocumentMask, DocumentOffsets
 from dynapipe_ext.executor.stages.megatron.core_attention import packed_lengths
 
 _SINK_WIDTH = 8  # by which queries and keys widen: kernels want widths of whole vectors
@@ -40,9 +40,9 @@ def in_chunks(attention: Any, size: int) -> type:
             chunks = zip(*(torch.split(x, size, dim=2) for x in (q_BHSD, k_BHSD, v_BHSD)), strict=True)
             return torch.cat([super(Chunked, self)._sdpa(*chunk) for chunk in chunks], dim=2)
 
-        def _by_kernel(self, q_THD: torch.Tensor, *others: torch.Tensor, borders: Borders, **options: Any) -> Any:
+        def _by_kernel(self, q_THD: torch.Tensor, *others: Any, borders: DocumentOffsets, **options: Any) -> Any:
             lengths = [min(size, length - start) for length in borders.lengths for start in range(0, length, size)]
-            return super()._by_kernel(q_THD, *others, borders=Borders.of(lengths, q_THD.device), **options)
+            return super()._by_kernel(q_THD, *others, borders=DocumentOffsets.of(lengths, q_THD.device), **options)
 
     return Chunked
 
@@ -109,8 +109,8 @@ def with_sinks(attention: Any) -> type:
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
         @property
-        def _rule(self) -> DocumentRule:
-            rule: DocumentRule = super()._rule
+        def _rule(self) -> DocumentMask:
+            rule: DocumentMask = super()._rule
             return replace(rule, has_sinks=True)
 
         def _attend(

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from dynapipe_ext.batch.packed_attention import (
-    Borders,
-    DocumentRule,
+    DocumentMask,
+    DocumentOffsets,
     VarlenKernel,
     attend,
     attend_by_kernel,
-    kernel_for,
+    pick_kernel,
 )
 from dynapipe_ext.executor.stages.carried_keys import AttentionKernel, CarriedPiece
 from dynapipe_ext.executor.stages.joined_ranks import JoinedRanks
@@ -128,7 +128,7 @@ class DocumentAttention(torch.nn.Module):
         row: CarriedRow | None = getattr(packed, "carried", None)
         if row is None:
             return attend_spans(q_NBHD, k_TBHD, v_TBHD, spans, self._documents)
-        recompute = kernel_for(q_NBHD, self._rule) is None and not self._dropout
+        recompute = pick_kernel(q_NBHD, self._rule) is None and not self._dropout
         return attend_piece_and_spans(
             q_NBHD, k_TBHD, v_TBHD, spans, self._documents, piece=row.piece, layer=self, recompute=recompute
         )
@@ -137,10 +137,10 @@ class DocumentAttention(torch.nn.Module):
         self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Of documents, each with its queries, which are the last of its keys."""
-        kernel = kernel_for(queries[0], self._rule)
+        kernel = pick_kernel(queries[0], self._rule)
         if kernel is None:
             return torch.cat([self._document(*document) for document in zip(queries, keys, values, strict=True)])
-        q_borders, k_borders = (Borders.of([len(x) for x in of], queries[0].device) for of in (queries, keys))
+        q_borders, k_borders = (DocumentOffsets.of([len(x) for x in of], queries[0].device) for of in (queries, keys))
         tensors = [torch.cat(list(of)) for of in (queries, keys, values)]
         return self._by_kernel(*tensors, kernel=kernel, borders=q_borders, keys=k_borders)
 
@@ -156,8 +156,8 @@ class DocumentAttention(torch.nn.Module):
         lengths = list(packed_lengths(packed_seq_params))
         if sum(lengths) != query.shape[0]:
             raise ValueError(f"documents of {sum(lengths)} positions do not fill a packed row of {query.shape[0]}")
-        if (kernel := kernel_for(query, self._rule)) is not None:
-            borders = Borders(lengths, packed_seq_params.cu_seqlens_q)
+        if (kernel := pick_kernel(query, self._rule)) is not None:
+            borders = DocumentOffsets(lengths, packed_seq_params.cu_seqlens_q)
             return self._by_kernel(query, key, value, kernel=kernel, borders=borders).reshape(query.shape[0], -1)
         documents = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
         return torch.cat([self._document(*document) for document in documents]).reshape(query.shape[0], -1)
@@ -166,11 +166,11 @@ class DocumentAttention(torch.nn.Module):
         """The piece to its sample up to its end, the other documents as ever: two calls, so that no keys are joined."""
         piece, length, q_THD = row.piece, row.piece.length, q_THD.contiguous()  # not a view that keeps keys and values
         own = q_THD[:length], k_THD[:length], v_THD[:length]
-        if (kernel := kernel_for(q_THD, self._rule)) is None:
+        if (kernel := pick_kernel(q_THD, self._rule)) is None:
             attention: AttentionKernel = self._document
         else:
-            queries = Borders([length], row.to_prefix.cu_seqlens_q)
-            keys = Borders([piece.end], row.to_prefix.cu_seqlens_kv)
+            queries = DocumentOffsets([length], row.to_prefix.cu_seqlens_q)
+            keys = DocumentOffsets([piece.end], row.to_prefix.cu_seqlens_kv)
             attention = partial(self._by_kernel, kernel=kernel, borders=queries, keys=keys)
         recompute = kernel is None and not self._dropout
         out_TH = piece.attend(self, *own, attention, recompute=recompute).flatten(1)
@@ -192,15 +192,15 @@ class DocumentAttention(torch.nn.Module):
         v_THD: torch.Tensor,
         *,
         kernel: VarlenKernel,
-        borders: Borders,
-        keys: Borders | None = None,
+        borders: DocumentOffsets,
+        keys: DocumentOffsets | None = None,
     ) -> torch.Tensor:
         with self.dropout_generator() if self._dropout else nullcontext():
             return attend_by_kernel(kernel, q_THD, k_THD, v_THD, borders, self._rule, keys=keys)
 
     @property
-    def _rule(self) -> DocumentRule:
-        return DocumentRule(
+    def _rule(self) -> DocumentMask:
+        return DocumentMask(
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,

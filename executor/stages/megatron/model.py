@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
+from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
 from dynapipe_ext.costs.states import refuse_undivided_vocabulary
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages import megatron_cpu
@@ -446,7 +446,7 @@ def _check(a: Architecture, topology: Topology) -> None:
 
 def _check_spread(a: Architecture, topology: Topology) -> None:
     if a.num_decoder_layers:
-        refuse_spread(topology, "a model with a decoder side")
+        require_whole_vocabulary(topology, "a model with a decoder side")
     refuse_undivided_vocabulary(a.padded(), topology)
     if topology.vocabulary != "whole" and len(topology.layer_stages) < topology.pp:
         raise ConfigError(

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.batch.topology import StageLayers, Topology, layers_of_cut, refuse_half_layers
-from dynapipe_ext.batch.vocabulary_parallel import refuse_spread
+from dynapipe_ext.batch.topology import StageLayers, Topology, list_stage_layers, require_whole_layers
+from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.models.layer_pattern import Half, HalfModule
 
@@ -28,7 +28,7 @@ class PartPlace:
 
     @property
     def _layers(self) -> StageLayers:
-        return layers_of_cut(self.layers_per_stage)[self.stage]
+        return list_stage_layers(self.layers_per_stage)[self.stage]
 
     @property
     def layers(self) -> range:
@@ -60,10 +60,10 @@ def places_of(topology: Topology, num_layers: int, pp_rank: int, *, halves: bool
         raise ConfigError(
             f"tp is {topology.tp} but models of transformers are not cut over tensor parallel ranks: give tp 1"
         )
-    refuse_spread(topology, "a model of transformers")
+    require_whole_vocabulary(topology, "a model of transformers")
     counts = topology.with_layers(num_layers).layers_per_stage
     if not halves:
-        refuse_half_layers(counts, "this model of transformers")
+        require_whole_layers(counts, "this model of transformers")
     if not min(counts):
         raise ConfigError(f"layers_per_stage is {counts} but each stage of a transformers model needs layers")
     return [PartPlace(stage, counts) for stage in topology.stages_of(pp_rank)]

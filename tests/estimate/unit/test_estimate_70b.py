@@ -9,7 +9,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batch.vocabulary_parallel import spread_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.estimated import Strategy
 from dynapipe_ext.costs.states import count_parameters
@@ -182,7 +182,7 @@ def test_memory_by_part_is_the_peak_that_the_planner_proved(answer):
 
 
 def test_an_estimate_counts_the_head_on_every_stage_that_has_a_part() -> None:
-    topology = spread_vocabulary(Topology(pp=4).with_layers(80), "head")
+    topology = split_vocabulary(Topology(pp=4).with_layers(80), "head")
     whole, spread = (
         question().costs(Strategy(topology=one), "padded") for one in (Topology(pp=4).with_layers(80), topology)
     )

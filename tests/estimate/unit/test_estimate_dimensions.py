@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynapipe_ext.batch.topology import Topology, placement_of
+from dynapipe_ext.batch.topology import Topology, place_stages
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.estimated import Strategy
 from dynapipe_ext.costs.states import count_parameters
@@ -24,7 +24,7 @@ from dynapipe_ext.tools.estimate.options import Dropped, Limits, Question, place
 from dynapipe_ext.tools.estimate.ranking import Search, estimate
 
 QUICK = Search(tokens_per_batch=(1, 1 << 17), most_plans=6, effort=50)
-V = Topology(tp=2, pp=2, dp=2, placement=placement_of("v", 2))
+V = Topology(tp=2, pp=2, dp=2, placement=place_stages("v", 2))
 
 
 def question(name="llama-3.2-1b", *, gpus=8, lengths="uniform:2048", **limits) -> Question:
@@ -116,7 +116,7 @@ def test_a_placed_option_is_trained_where_it_was_estimated():
     assert topology_of(config) == best.strategy.topology.with_layers(q.architecture.num_layers)
 
 
-@pytest.mark.parametrize("placement", [(), *(placement_of(name, 2) for name in ("interleaved", "v"))])
+@pytest.mark.parametrize("placement", [(), *(place_stages(name, 2) for name in ("interleaved", "v"))])
 def test_the_memory_of_ranks_with_several_stages_is_what_the_planner_keeps_to(placement):
     q = question(lengths="lognormal:700,1,4096")
     costs = q.costs(Strategy(topology=replace(V, placement=placement)), "padded")
@@ -132,7 +132,7 @@ def test_tied_embeddings_that_a_v_puts_on_one_rank_are_one():
     assert a.tied_embeddings
     embedding = a.vocab_size * a.hidden_size
     for name, copies in (("v", 0), ("interleaved", 1)):
-        placed = Topology(pp=2, placement=placement_of(name, 2))
+        placed = Topology(pp=2, placement=place_stages(name, 2))
         assert count_parameters(a, placed).total.sum() == num_parameters(a) + copies * embedding
 
 

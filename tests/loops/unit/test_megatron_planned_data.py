@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, place_stages
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample, prepare
 from dynapipe_ext.data.examples import generate_examples
@@ -108,7 +108,7 @@ def test_replicas_that_share_experts_run_as_many_micro_batches_in_one_order(
     placement: PlacementName, split_backward: bool, forward_only: bool
 ) -> None:
     """Their proof is of tokens that are exchanged inside every micro-batch."""
-    topology = Topology(pp=2, dp=2, placement=() if placement == "linear" else placement_of(placement, 2, 2))
+    topology = Topology(pp=2, dp=2, placement=() if placement == "linear" else place_stages(placement, 2, 2))
     settings = DropInSettings(split_backward=split_backward, memory_limit_gb=20e-6)
     sharing = pipeline(topology, ep=2)
     if split_backward and placement != "linear":
@@ -454,7 +454,7 @@ def test_a_store_is_named_by_a_file_of_ones_own_or_by_the_environment(
 def test_every_stage_takes_micro_batches_of_one_shape_in_the_order_of_the_data(
     pp: int, chunks: int, count: int, split: bool, forward_only: bool
 ) -> None:
-    placement = placement_of("interleaved", pp, chunks) if pp > 1 and chunks > 1 else ()
+    placement = place_stages("interleaved", pp, chunks) if pp > 1 and chunks > 1 else ()
     topology = Topology(pp=pp, dp=3, placement=placement)
     given = GivenShapes.alike(count, rows=2, seq_len=8, forward_only=forward_only)
     planner = GivenPlanner(pipeline=pipeline(topology), given=given, split_backward=split)
