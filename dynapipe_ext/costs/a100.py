@@ -21,14 +21,14 @@ A100_HIDDEN_SIZE = {"gpt_6.7b": 4096, "t5_11b": 1024}
 
 
 def hidden_size_of(model: str) -> int:
-    """Of a published model. Errors: ConfigError for one that is not known."""
+    """Return the hidden size of a published model. Raises ConfigError for an unknown one."""
     if model not in A100_HIDDEN_SIZE:
         raise ConfigError(f"hidden size of model {model!r} is not known ({', '.join(A100_HIDDEN_SIZE)} are): give it")
     return A100_HIDDEN_SIZE[model]
 
 
 def read_rows(path: Path, tp: int) -> list[dict[str, str]]:
-    """Rows of a file that were measured at that tensor-parallel degree."""
+    """Read the rows of a file that were measured at a tensor-parallel degree."""
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
@@ -43,7 +43,7 @@ def read_rows(path: Path, tp: int) -> list[dict[str, str]]:
 def read_layers(
     directory: Path, model: str, tp: int, hidden_size: int
 ) -> tuple[Mapping[tuple[Recompute, LayerKind], Grid], Mapping[str, float]]:
-    """Grids and parameter bytes of a model's layers, as they were measured, and of halves by their share."""
+    """Read grids and parameter bytes of a model's layers as measured, and derive those of halves by their share."""
     grids, parameter_bytes = read_grids(directory, model, tp), read_parameter_bytes(directory, model, tp)
     if any(kind == "decoder" for _, kind in grids):  # layers of pairs stay whole
         return grids, parameter_bytes
@@ -53,7 +53,7 @@ def read_layers(
 
 
 def read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, LayerKind], Grid]:
-    """The grids of a model, by recomputation and kind of layer."""
+    """Read the grids of a model, by recomputation mode and kind of layer."""
     points: dict[tuple[Recompute, LayerKind], dict[str, dict[tuple[int, ...], float]]] = {}
     for suffix, column, value, unit in (("time_ms", "pass", "ms", "_ms"), ("activation_mb", "kind", "mb", "_mb")):
         for row in read_rows(directory / f"{model}_{suffix}.csv", tp):
@@ -67,7 +67,7 @@ def read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, La
 
 
 def read_parameter_bytes(directory: Path, model: str, tp: int) -> dict[str, float]:
-    """Bytes of the parameters of one layer of each kind, the largest of what was measured."""
+    """Read the largest measured parameter bytes of a layer, by kind."""
     largest: dict[str, float] = {}
     for row in read_rows(directory / f"{model}_parameters_mb.csv", tp):
         largest[row["layer"]] = max(largest.get(row["layer"], 0.0), float(row["mb"]) * 1e6)
@@ -75,11 +75,11 @@ def read_parameter_bytes(directory: Path, model: str, tp: int) -> dict[str, floa
 
 
 def grids_of_halves(grids: Grids, hidden_size: int) -> dict[tuple[Recompute, LayerKind], Grid]:
-    """Attention and MLP of decoder-only layers that were measured whole, by their FLOPs and bytes.
+    """Derive the grids of attention and MLP from those of full decoder-only layers, by FLOPs and bytes.
 
-    Of h wide layers over rows of L positions, attention takes 8 h^2 + 4 h L FLOPs of 24 h^2 + 4 h L. Of n heads it
-    stores 11 h + 5 n L of 34 h + 5 n L bytes and its norm 2 h more (Korthikanti et al. 2022, sec. 4.1), without scores
-    (5 n L) under selective recomputation; recomputed in full, each half stores what the layer does, its input.
+    In layers of width h over rows of L positions, attention takes 8 h^2 + 4 h L FLOPs of 24 h^2 + 4 h L. With n heads
+    it stores 11 h + 5 n L of 34 h + 5 n L bytes and its norm 2 h more (Korthikanti et al. 2022, sec. 4.1). Selective
+    recomputation leaves out scores (5 n L). Recomputed in full, each half stores what the layer does, its input.
     """
     halves: dict[tuple[Recompute, LayerKind], Grid] = {}
     for (recompute, kind), grid in grids.items():

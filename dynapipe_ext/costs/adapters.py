@@ -1,4 +1,4 @@
-"""What training costs where adapters of low rank train and the model's own weights do not: counted beside any costs."""
+"""Costs of training low-rank adapters while the model's own weights are frozen: an adjustment of any costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynapipe_ext.settings.tables import LoraSettings
 
 
 def share_of_adapters(lora: LoraSettings, architecture: Architecture) -> float:
-    """What of the products for weight gradients of the whole model its adapters need."""
+    """Return the share of the model's products for weight gradients that its adapters need."""
     (share,) = _trained_shares(lora, architecture, Topology(layers_per_stage=(architecture.num_layers,)))
     return share
 
@@ -32,13 +32,13 @@ def adapter_costs(
     exact_sums: bool = False,
     num_moments: int = ADAM_MOMENTS,
 ) -> CostModel:
-    """`base`, which are over `topology` and train all weights of the model, where `lora` trains beside them.
+    """Adjust `base`, which price the training of all weights over `topology`, to the adapters of `lora`.
 
     Weights and the states of adapters are those of `recipe`, which a ZeRO stage divides over replicas and the base's
     offload moves, with deterministic mode's `exact_sums` on top. An adapted layer keeps the adapter's inner values of
-    each token, and under dropout what was left of its input, with the factors of that. These bytes are counted, values
-    as wide as weights, unless the base has measured what is stored under these adapters. The adapters' own forward,
-    r (inputs + outputs) products a token, is not counted: about a hundredth.
+    each token, and with dropout what remains of its input, with the factors of that. These bytes are counted, in values
+    as wide as weights, unless the base has measured what is stored with these adapters. The adapters' own forward,
+    r (inputs + outputs) products per token, is not counted: about a hundredth.
     """
     require_whole_vocabulary(topology, "a model with adapters")
     layers = _layers(architecture, topology)
@@ -66,14 +66,14 @@ def adapter_costs(
 
 
 def with_idle_weights(costs: CostModel, idle_bytes: tuple[int, ...]) -> CostModel:
-    """`costs` and on each stage weights of so many bytes that nothing runs through; what trains stays as it is."""
+    """Add on each stage weights of `idle_bytes` that nothing runs through; what trains stays as it is."""
     frozen = costs.frozen if isinstance(costs, AdjustedCosts) else None
     frozen = frozen or FrozenWeights((1.0,) * costs.num_stages)
     return adjust(costs, frozen=replace(frozen, idle_bytes=idle_bytes))
 
 
 def _trained_shares(lora: LoraSettings, architecture: Architecture, topology: Topology) -> tuple[float, ...]:
-    """Of each stage; on the last one the head is frozen, too."""
+    """Return the trained share of each stage; on the last one the head is frozen, too."""
     layers = _layers(architecture, topology)
     work = layers * (architecture.attention_parameters + architecture.mlp_parameters)
     work[-1] += architecture.vocab_size * architecture.hidden_size

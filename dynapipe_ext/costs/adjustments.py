@@ -212,7 +212,7 @@ class FittedTimes:
 
     @property
     def scales(self) -> list[float]:
-        """The factors of all corrections, and 1 for what has none."""
+        """The factors of all corrections, and 1 for actions without one."""
         return [1.0, *(correction.scale for stage in self.corrections for correction in stage.values())]
 
 
@@ -259,7 +259,7 @@ class AdjustedCosts(CostModel):
         return self.prices.explain_refusal(micro_batch)
 
     def price(self, features: Features) -> MicroBatchCosts:
-        """Raises PlanError for micro-batches that an adjustment does not allow."""
+        """Price micro-batches. Raises PlanError for those that an adjustment does not allow."""
         recompute, cp_degree = features.recompute, self.prices.facts.width
         tokens, squares = -(-features.tokens // cp_degree), -(-features.squares // cp_degree)  # of one rank
 

@@ -27,7 +27,7 @@ LAYER_OVERHEAD_NS = 20_000  # of a forward or a backward of one layer: kernel la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """How a model is divided: the topology (with layers on its stages), ZeRO, and the states on the host. The rows of
+    """The division of a model: the topology (with layers on its stages), ZeRO, and the states on the host. The rows of
     each replica are divided over `cp` context parallel ranks, which lie between tensor and data parallel ones.
     """
 
@@ -108,7 +108,7 @@ class EstimatedCosts(CostModel):
         return self, self.topology
 
     def at_width(self, width: int) -> EstimatedCosts:
-        """Raises ConfigError above 1: the strategy has a degree of its own, `cp`."""
+        """Return the costs at degree 1. Raises ConfigError above it: the strategy has a degree of its own, `cp`."""
         if width > 1:
             raise ConfigError(f"an estimate of cp {self.strategy.cp} has no width {width}: estimate cp {width}")
         return self

@@ -1,4 +1,4 @@
-"""Costs fitted to what a run's actions have taken: `MeasuredAction`s in, `FittedTimes` around the costs out."""
+"""Costs fitted to what a run's actions took: `MeasuredAction`s in, costs with `FittedTimes` out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.reproducible import non_negative_least_squares, product
 
 _ENOUGH = 8  # actions of one kind of recomputation for a correction of their own
-_WORTH_MORE_TERMS = 0.5  # of the error with a factor alone: more terms than are needed follow noise
+_WORTH_MORE_TERMS = 0.5  # of the error with only a factor: more terms than are needed follow noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class MeasuredAction:
 
 
 def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> CostModel:
-    """The costs with the times of measured actions, stage by stage and letter by letter.
+    """Fit the costs to the times of measured actions, by stage and action kind.
 
     A correction that the costs have and that was not measured this time stays.
     """
@@ -67,8 +67,7 @@ def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> CostModel:
 
 
 def prediction_error(times: FittedTimes, actions: Sequence[MeasuredAction]) -> tuple[float, float]:
-    """Relative errors of predictions, against the measured times: of the plans' predictions, and of those by
-    `times`."""
+    """Return the relative errors, against the measured times, of the plans' predictions and of those by `times`."""
     measured_ns = sum(action.measured_ns for action in actions)
     before_ns = sum(abs(action.predicted_ns - action.measured_ns) for action in actions)
     after_ns = 0.0
@@ -80,7 +79,7 @@ def prediction_error(times: FittedTimes, actions: Sequence[MeasuredAction]) -> t
 
 
 def _fit(actions: Sequence[MeasuredAction]) -> TimeCorrection:
-    """Of least relative errors: a factor alone, unless overhead, tokens and squares explain much of what it leaves."""
+    """Fit with least relative errors: only a factor, unless overhead, tokens and squares explain much of the rest."""
     columns = np.array([(a.base_ns, a.tokens, a.squares) for a in actions], np.int64).T
     terms, measured = correction_terms(*columns), np.array([a.measured_ns for a in actions], np.float64)
     factor = np.append(non_negative_least_squares(terms[:, :1], measured), [0.0, 0.0, 0.0])

@@ -1,4 +1,4 @@
-"""What blocks of joined ranks were measured at: seconds of their exchanges by bytes, and how much slower a layer is."""
+"""Measurements of context-parallel groups: seconds of exchanges by bytes, and how much slower a layer is."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_TAX = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredBlock:
-    """Exchanges and overhead of blocks of one width. A rank receives bytes from the others of its block in two ways:
-    `even`, another part of each rank's data (queries by heads), and `gathered`, the same data as all ranks (keys and
-    values). `tax`: the time of a layer on slices, without exchanges, over its share of the time on whole rows, minus 1.
-    It comes from smaller kernels, copies, and work that is not divided.
+    """Exchanges and overhead of context-parallel groups of one degree. A rank receives bytes from the others in two
+    ways: `even`, another part of each rank's data (queries by heads), and `gathered`, the same data as all ranks (keys
+    and values). `tax`: the time of a layer on position shards, without exchanges, over its share of the time on full
+    rows, minus 1. It comes from smaller kernels, copies, and work that is not divided.
     """
 
     even: Link
@@ -35,9 +35,9 @@ class MeasuredBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """Measured seconds of a block of ranks. `even_s`, `gathered_s`: of exchanges, by the bytes that a rank received.
-    `whole_s`: of a layer's forward and backward on a long row, on one rank. `slice_s`: of the same on the slices of a
-    block's ranks, without exchanges.
+    """Measured seconds of a context-parallel group. `even_s`, `gathered_s`: exchanges, by the bytes that a rank
+    received. `whole_s`: a layer's forward and backward on a long row, on one rank. `slice_s`: the same on the position
+    shards of a group's ranks, without exchanges.
     """
 
     even_s: Mapping[int, float]
@@ -55,7 +55,7 @@ class BlockTimes:
             raise DataError(f"a layer took {self.whole_s} s, on slices {self.slice_s} s: measure again")
 
     def block(self, width: int) -> MeasuredBlock:
-        """As prices have it."""
+        """Return the fitted exchanges and overhead of a group of `width` ranks."""
         tax = self.slice_s / (self.whole_s / width) - 1
         return MeasuredBlock(
             even=fitted_link(self.even_s),
@@ -64,17 +64,16 @@ class BlockTimes:
         )
 
     def errors(self, width: int) -> FloatArray:
-        """|fitted - measured| / measured of every exchange."""
+        """Return |fitted - measured| / measured of every exchange."""
         block = self.block(width)
-        pairs = [
-            (link, *of)
-            for link, times in ((block.even, self.even_s), (block.gathered, self.gathered_s))
-            for of in times.items()
-        ]
-        fitted = np.array([link.latency_ns + 1e9 * num_bytes / link.bytes_per_s for link, num_bytes, _ in pairs])
-        measured = np.array([1e9 * s for *_, s in pairs])
-        errors: FloatArray = np.abs(fitted - measured) / measured
-        return errors
+        pairs = ((block.even, self.even_s), (block.gathered, self.gathered_s))
+        return np.array(
+            [
+                abs(link.latency_ns + 1e9 * num_bytes / link.bytes_per_s - 1e9 * s) / (1e9 * s)
+                for link, times in pairs
+                for num_bytes, s in times.items()
+            ]
+        )
 
     def to_json(self) -> dict[str, Any]:
         raw = asdict(self)
@@ -89,7 +88,7 @@ class BlockTimes:
 
 
 def fitted_link(seconds: Mapping[int, float]) -> Link:
-    """Latency and bytes a second with the least relative errors over what exchanges of so many bytes have taken.
+    """Fit latency and bytes/s with least relative errors to the seconds of exchanges by their bytes.
 
     >>> fitted_link({1000: 2e-6, 10**6: 1.001e-3})
     Link(latency_ns=1000, bytes_per_s=1000000000)
@@ -100,7 +99,7 @@ def fitted_link(seconds: Mapping[int, float]) -> Link:
 
 
 def blocks_in_words(blocks: Mapping[int, BlockTimes]) -> list[str]:
-    """A line a width."""
+    """Return a line per context-parallel degree."""
     lines = []
     for width, times in sorted(blocks.items()):
         one = times.block(width)

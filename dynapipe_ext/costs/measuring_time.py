@@ -1,4 +1,4 @@
-"""How long measurements will take, estimated from those that were made, so that a limit in seconds holds."""
+"""Expected seconds of measurements, estimated from those that were made, so that a limit in seconds holds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MeasuringTime:
         self._largest[what] = max(self._largest.get(what, (0.0, 0.0)), (self._work(micro_batches), run_s))
 
     def expected_s(self, what: str, micro_batches: Sequence[MicroBatch]) -> float:
-        """By the measurement of most work; 0 before the first one.
+        """Estimate seconds by the measurement of most work; 0 before the first one.
 
         >>> from dynapipe_ext.batch.micro_batches import SampleLength
         >>> row = lambda n: [MicroBatch((SampleLength(0, n),))]
@@ -47,10 +47,10 @@ class MeasuringTime:
         return self._slower[what] * max(_LEAST_S, _RUNS * run_s * self._work(micro_batches) / most)
 
     def has(self, expected_s: float, *, share: float = 1.0) -> bool:
-        """Whether there is time for a measurement of `expected_s` before this share of the limit is over."""
+        """Return whether there is time for a measurement of `expected_s` before this share of the limit is over."""
         return self.agree(self.clock() + expected_s < self.start_s + share * self.most_s)
 
     def _work(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """In proportion to the FLOPs of a layer: 12 h^2 for a position, 2 h for each that it attends to."""
+        """Return work in proportion to a layer's FLOPs: 12 h^2 per position, 2 h for each that it attends to."""
         rows = [(m, length) for m in micro_batches for length in (m.encoder_len, m.decoder_len)]
         return float(sum(m.rows * n * (6 * self.hidden_size + n + m.samples[0].start) for m, n in rows))

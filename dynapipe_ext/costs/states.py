@@ -26,7 +26,11 @@ BYTES_PER_PARAMETER: Mapping[StateRecipe, tuple[int, int, int]] = {
     "megatron": (2, 4, 12),  # gradients accumulate in fp32: 18 in all
     "mixed": (2, 2, 12),  # 16 in all (Rajbhandari et al. 2020, sec. 3.1)
     "fp32": (4, 4, 8),
-    "deepspeed": (2, 2, 16),  # "mixed" and an fp32 copy of the gradients beside the master, as its estimators count
+    "deepspeed": (
+        2,
+        2,
+        16,
+    ),  # "mixed" and an fp32 copy of the gradients in addition to the master, as its estimators count
 }
 EXACT_SUM_BYTES = 8  # of a parameter's sum of gradients in fixed point, which every replica holds whole
 
@@ -117,7 +121,7 @@ def state_bytes(
 
 
 def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topology:
-    """The topology with the model's layers on its stages. Errors: ConfigError for what does not divide."""
+    """Return the topology with the model's layers on its stages. Raises ConfigError for sizes that do not divide."""
     if a.num_decoder_layers:
         raise ConfigError(f"a {a.family} model has a decoder side: count it by EncoderDecoderCosts")
     sizes = {**a.divided_sizes, "vocab_size": a.vocab_size}
@@ -136,7 +140,7 @@ def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topolo
 
 
 def refuse_undivided_vocabulary(a: Architecture, topology: Topology) -> None:
-    """Errors: ConfigError for a vocabulary whose parts on ranks are not alike, and for one end of a tied one."""
+    """Check that ranks divide the vocabulary evenly, and both ends of a tied one. Raises ConfigError."""
     if topology.vocabulary == "whole":
         return
     if a.tied_embeddings and topology.vocabulary == "head":

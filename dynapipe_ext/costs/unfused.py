@@ -27,7 +27,7 @@ def counts_plain_layers(a: Architecture) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlainLayers:
-    """What the decoder-only model of `base` keeps on one rank. `packed`: documents end to end, whose attention is
+    """Bytes of the decoder-only model of `base` on one rank. `packed`: documents end to end, whose attention is
     called one by one and joined.
     """
 
