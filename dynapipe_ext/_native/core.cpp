@@ -75,8 +75,8 @@ std::tuple<Cuts, Groups, std::vector<i64>, Actions> search(nb::handle problem_ob
   const Machine machine = read_machine(problem);
   require_shape({records.shape(0), records.shape(1), machine.stage_rank.size(), kFields}, records);
   std::vector<Rule> rules;
-  for (auto [extra, rhythm, patience, most_pending] : problem.get<std::vector<std::tuple<int, int, int, int>>>("policies")) {
-    rules.push_back({extra, rhythm, patience, most_pending});
+  for (auto [extra, rhythm, patience] : problem.get<std::vector<std::tuple<int, int, int>>>("policies")) {
+    rules.push_back({extra, rhythm, patience});
   }
   SharedCores cores;
   if (const nb::object shared = problem.get<nb::object>("cores"); !shared.is_none()) {

@@ -184,7 +184,6 @@ class Dispatcher : public Admission {
   template <bool kLinear, bool kPieces>
   bool choose(Track& track, const Rule& rule, int r, i64 time, Chosen* chosen, i64* next) {
     const int num_pending = rank_[r].weights_ready - rank_[r].weights_done;
-    if (num_pending > rule.most_pending) return take_weight(track, r, chosen);
     const int stages = machine_.stages, count = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size());
     const int* const mine = kLinear ? &r : machine_.rank_stages[r].data();
     int gradient_stage = -1, gradient_back = 1 << 30;

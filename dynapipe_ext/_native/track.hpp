@@ -27,7 +27,6 @@ struct Rule {
   int extra = 0;          // stage s holds at most S - s + extra micro-batches; kNoCap: as many as memory allows
   int rhythm = 1;         // 1: after a backward a forward goes first; 2: always, and is waited for: 1F1B's order
   int patience = 0;       // a W may delay the next known arrival by up to patience / 4 of its own time
-  int most_pending = 0;   // pending W's above this many go first
 };
 constexpr int kNoCap = 1 << 20;
 

@@ -44,7 +44,6 @@ class DispatchPolicy(NamedTuple):
     rhythm: 0: gradients go first. 1: after a gradient a forward goes first. 2: forwards always go first, and the rank
     even waits for them (with `extra` 0 that is the order of 1F1B).
     patience: a W may delay the next known arrival by up to `patience` quarters of its own time.
-    max_pending: with more pending W's than this a W goes first.
 
     The policy does not apply to short stages, such as a part of a head. Their actions run as soon as they are ready,
     and do not count as turns of forwards or gradients.
@@ -53,7 +52,6 @@ class DispatchPolicy(NamedTuple):
     extra: int
     rhythm: int
     patience: int = 0
-    max_pending: int = 0
 
 
 def list_policies(*, split: bool) -> list[DispatchPolicy]:
@@ -61,8 +59,7 @@ def list_policies(*, split: bool) -> list[DispatchPolicy]:
     extras = (0, 1, 2, 4, NO_LIMIT)
     if not split:
         return [DispatchPolicy(0, 2), *(DispatchPolicy(extra, rhythm) for extra, rhythm in product(extras, (1, 0)))]
-    of_weights = ((0, NO_LIMIT), (2, NO_LIMIT), (4, NO_LIMIT), (0, 0))
-    return [DispatchPolicy(extra, rhythm, *rest) for extra, rhythm, rest in product(extras, (1, 0), of_weights)]
+    return [DispatchPolicy(*policy) for policy in product(extras, (1, 0), (2, 4))]
 
 
 class AnnealingSchedule(NamedTuple):
@@ -226,17 +223,13 @@ def make_records(kind_costs: Sequence[MicroBatchCosts], *, split: bool) -> IntAr
 def list_start_orders(
     group: Sequence[int], work_ns: Sequence[int], sample_pieces: Sequence[SamplePieces] = ()
 ) -> list[list[int]]:
-    """List a replica's orders to begin with, each once: natural, ascending, descending, alternating between the two
-    halves, and cheap at both ends (a short fill and drain, and neighbours alike). `work_ns` are of all cuts. The pieces
-    of a sample stay together, and count as one."""
+    """List a replica's orders to begin with: the natural one, and another one that is cheap at both ends (a short fill
+    and drain, and neighbours alike). `work_ns` are of all cuts. The pieces of a sample stay together, and count as
+    one."""
     later = {m for pieces in sample_pieces for m in pieces[1:]}
     units = {pieces[0]: pieces for pieces in sample_pieces}
     firsts = [m for m in group if m not in later]
     ascending = sorted(firsts, key=lambda m: sum(work_ns[k] for k in units.get(m, (m,))))
-    half = len(ascending) // 2
-    alternating = [m for pair in zip(ascending[half:], ascending[:half], strict=False) for m in pair]
-    alternating += [ascending[-1]] if len(ascending) % 2 else []
     hill = ascending[::2] + ascending[1::2][::-1]
-    orders = [firsts, ascending, ascending[::-1], alternating, hill]
-    distinct = [order for i, order in enumerate(orders) if order not in orders[:i]]
-    return [[k for m in order for k in units.get(m, (m,))] for order in distinct]
+    orders = [firsts, hill] if hill != firsts else [firsts]
+    return [[k for m in order for k in units.get(m, (m,))] for order in orders]

@@ -29,7 +29,7 @@ from dynapipe_ext.schedules.search.problem import (
 )
 
 # A gradient before a forward before a W, and a W as soon as nothing else can run.
-READINESS_FIRST = DispatchPolicy(extra=NO_LIMIT, rhythm=0, patience=1 << 20, max_pending=NO_LIMIT)
+READINESS_FIRST = DispatchPolicy(extra=NO_LIMIT, rhythm=0, patience=1 << 20)
 _UNIT = 1000
 
 

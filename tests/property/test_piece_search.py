@@ -167,7 +167,7 @@ def test_what_pieces_work_with_stays_while_others_come_and_go() -> None:
             [4, 2, 2, 6, 6, 3, 4, 4], [3, 0, 5, 0, 0, 2, 2, 2],
         ],
     )  # fmt: skip
-    rule, stage_ranks = DispatchPolicy(extra=0, rhythm=1, max_pending=NO_LIMIT), (0, 1, 2, 2, 1, 0)
+    rule, stage_ranks = DispatchPolicy(extra=0, rhythm=1), (0, 1, 2, 2, 1, 0)
     pieces = ((2, 3, 6), (1, 5))
     assert dispatch(costs, rule, stage_ranks, (260, 179, 203), split=True, sample_pieces=pieces)[0] < NEVER
 
