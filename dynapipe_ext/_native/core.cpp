@@ -14,35 +14,42 @@ using Ranges = std::vector<std::pair<int, int>>;
 using Cuts = std::vector<std::tuple<int, int, int>>;
 using Actions = std::vector<std::vector<std::vector<i64>>>;  // [replica][rank]
 
-Machine read_machine(const Fields& problem) {
+Machine make_machine(std::vector<int> stage_ranks, bool split) {
   Machine machine;
-  machine.stage_rank = problem.get<std::vector<int>>("stage_ranks");
-  machine.free_bytes = problem.get<std::vector<i64>>("free_bytes");
-  machine.stages = static_cast<int>(machine.stage_rank.size());
-  machine.ranks = static_cast<int>(machine.free_bytes.size());
-  machine.split = problem.get<bool>("split");
-  machine.working_in_backward = problem.get<bool>("working_in_backward");
+  machine.stages = static_cast<int>(stage_ranks.size());
+  for (int rank : stage_ranks) machine.ranks = std::max(machine.ranks, rank + 1);
   machine.rank_stages.resize(machine.ranks);
-  for (int s = 0; s < machine.stages; ++s) machine.rank_stages.at(machine.stage_rank[s]).push_back(s);
+  for (int s = 0; s < machine.stages; ++s) machine.rank_stages.at(stage_ranks[s]).push_back(s);
+  machine.stage_rank = std::move(stage_ranks);
+  machine.split = split;
+  return machine;
+}
+
+Machine read_machine(const Fields& problem) {
+  Machine machine = make_machine(problem.get<std::vector<int>>("stage_ranks"), problem.get<bool>("split"));
+  machine.free_bytes = problem.get<std::vector<i64>>("free_bytes");
+  require(machine.free_bytes.size() == machine.rank_stages.size(), "every rank has its free bytes");
+  machine.working_in_backward = problem.get<bool>("working_in_backward");
   const auto short_stages = problem.get<std::vector<int>>("short_stages");
   if (!short_stages.empty()) machine.is_short.assign(machine.stages, 0);
   for (int s : short_stages) machine.is_short.at(s) = 1;
   return machine;
 }
 
-Costs make_costs(const Table<int, 2>& shapes) {
+Costs make_costs(const Table<i64, 4>& records, const Table<int, 2>& shapes, std::size_t stages) {
+  require_shape({records.shape(0), records.shape(1), stages, kFields}, records);
   Costs costs;
+  costs.kinds = static_cast<int>(records.shape(0));
+  costs.shapes = static_cast<int>(records.shape(1));
   costs.items = static_cast<int>(shapes.shape(0));
   costs.width = static_cast<int>(shapes.shape(1));
+  costs.records = records.data();
   costs.shape = shapes.data();
   return costs;
 }
 
-Costs read_costs(const Fields& problem, const Table<i64, 4>& records, const Table<int, 2>& shapes) {
-  Costs costs = make_costs(shapes);
-  costs.kinds = static_cast<int>(records.shape(0));
-  costs.shapes = static_cast<int>(records.shape(1));
-  costs.records = records.data();
+// Adds which items are pieces of one sample.
+void read_pieces(const Fields& problem, Costs& costs) {
   costs.sample_pieces = problem.get<Groups>("sample_pieces");
   costs.sample_of.assign(costs.items, -1);
   require(costs.sample_pieces.empty() || costs.width == 1, "pieces are items that cannot be cut");
@@ -50,7 +57,6 @@ Costs read_costs(const Fields& problem, const Table<i64, 4>& records, const Tabl
   for (std::size_t sample = 0; sample < costs.sample_pieces.size(); ++sample) {
     for (int item : costs.sample_pieces[sample]) costs.sample_of[item] = static_cast<int>(sample);
   }
-  return costs;
 }
 
 // Checks that cuts cover the items in turn.
@@ -73,7 +79,8 @@ std::tuple<Cuts, Groups, std::vector<i64>, Actions> search(nb::handle problem_ob
   const auto records = problem.get<Table<i64, 4>>("records");
   const auto shapes = problem.get<Table<int, 2>>("shapes");
   const Machine machine = read_machine(problem);
-  require_shape({records.shape(0), records.shape(1), machine.stage_rank.size(), kFields}, records);
+  Costs costs = make_costs(records, shapes, machine.stage_rank.size());
+  read_pieces(problem, costs);
   std::vector<Rule> rules;
   for (auto [extra, rhythm, patience] : problem.get<std::vector<std::tuple<int, int, int>>>("policies")) {
     rules.push_back({extra, rhythm, patience});
@@ -96,7 +103,7 @@ std::tuple<Cuts, Groups, std::vector<i64>, Actions> search(nb::handle problem_ob
     require(!replica.empty(), "a replica has no order to start from");
     require_items(replica, cuts.size());
   }
-  Search job(read_costs(problem, records, shapes), machine, std::move(rules), problem.get<bool>("equal_counts"), cores, spread, most);
+  Search job(std::move(costs), machine, std::move(rules), problem.get<bool>("equal_counts"), cores, spread, most);
   Actions actions;
   {
     nb::gil_scoped_release unlocked;
@@ -127,20 +134,17 @@ std::tuple<Cuts, Groups, std::vector<i64>, Actions> search(nb::handle problem_ob
 }
 
 // Returns cuts (first < 0: merged away) and groups of cuts after these moves.
-std::pair<Ranges, Groups> levelled(const Table<i64, 2>& work, const Table<i64, 2>& head, const Table<i64, 2>& tail, const Table<i64, 1>& total,
-                                   const Table<int, 2>& shapes, const Ranges& cuts, const Groups& groups, i64 moves,
-                                   std::uint64_t seed, bool equal_counts) {
-  require_shape({total.shape(0), work.shape(1)}, work, head, tail);
+std::pair<Ranges, Groups> levelled(const Table<i64, 4>& records, const std::vector<int>& stage_ranks, bool split, const Table<int, 2>& shapes,
+                                   const Ranges& cuts, const Groups& groups, i64 moves, std::uint64_t seed, bool equal_counts) {
   require_in_turn(cuts, shapes.shape(0));
   require_items(groups, cuts.size());
   std::vector<int> times_held(cuts.size(), 0);
   for (const auto& group : groups) {
     for (int m : group) require(times_held[m]++ == 0, "a cut is in two groups");
   }
-  const RankTimes times{static_cast<int>(work.shape(1)), work.data(), head.data(), tail.data(), total.data()};
   State state{{}, groups, std::vector<int>(groups.size(), 0), std::vector<i64>(groups.size(), 0)};
   for (auto [first, end] : cuts) state.cuts.push_back({first, end, 0});
-  state = Levelling(times, make_costs(shapes), equal_counts).improve(std::move(state), moves, seed);
+  state = Levelling(make_machine(stage_ranks, split), make_costs(records, shapes, stage_ranks.size()), equal_counts).improve(std::move(state), moves, seed);
   Ranges ranges;
   for (const auto& cut : state.cuts) ranges.emplace_back(cut.first, cut.end);
   return {ranges, state.groups};

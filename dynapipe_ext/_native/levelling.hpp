@@ -5,16 +5,21 @@
 
 namespace dynapipe {
 
-// Of every shape that may be a micro-batch, by rank: [shape][rank], ns.
-struct RankTimes {
-  int ranks = 0;
-  const i64 *work = nullptr, *head = nullptr, *tail = nullptr;
-  const i64* total = nullptr;  // [shape]: all work
-};
-
 class Levelling : private Moves {
  public:
-  Levelling(RankTimes times, Costs costs, bool equal_counts) : Moves(std::move(costs), 1, equal_counts, false), times_(times) {}
+  Levelling(const Machine& machine, Costs costs, bool equal_counts)
+      : Moves(std::move(costs), 1, equal_counts, false), ranks_(machine.ranks), total_(costs_.shapes, 0), work_(ranks_) {
+    std::vector<Way> ways(ranks_);
+    for (int shape = 0; shape < costs_.shapes; ++shape) {
+      machine.measure(costs_.records + static_cast<std::size_t>(shape) * machine.stages * kFields, ways.data());
+      for (const Way& way : ways) {
+        work_of_.push_back(way.work);
+        head_.push_back(way.down);
+        tail_.push_back(way.up);
+        total_[shape] += way.work;
+      }
+    }
+  }
 
   // Record-to-record travel (Dueck 1993), as in the search; returns the best state.
   State improve(State start, i64 moves, std::uint64_t seed) {
@@ -43,15 +48,14 @@ class Levelling : private Moves {
   i64 time_of(const State& state, int d) {
     const auto& group = state.groups[d];
     if (group.empty()) return 0;
-    const int ranks = times_.ranks;
-    work_.assign(ranks, 0);
+    std::fill(work_.begin(), work_.end(), 0);
     std::pair<i64, int> first{kNever, 0}, second{kNever, 0};
     i64 largest = 0;
     for (int m : group) {
       const int shape = shape_of(state.cuts[m]);
-      const i64* const work = times_.work + static_cast<std::size_t>(shape) * ranks;
-      for (int r = 0; r < ranks; ++r) work_[r] += work[r];
-      const std::pair<i64, int> mine{times_.total[shape], shape};
+      const i64* const work = &work_of_[static_cast<std::size_t>(shape) * ranks_];
+      for (int r = 0; r < ranks_; ++r) work_[r] += work[r];
+      const std::pair<i64, int> mine{total_[shape], shape};
       largest = std::max(largest, mine.first);
       if (mine < first) {
         second = first;
@@ -61,15 +65,17 @@ class Levelling : private Moves {
       }
     }
     const int last = group.size() == 1 ? first.second : second.second;
-    const i64* const head = times_.head + static_cast<std::size_t>(first.second) * ranks;
-    const i64* const tail = times_.tail + static_cast<std::size_t>(last) * ranks;
+    const i64* const head = &head_[static_cast<std::size_t>(first.second) * ranks_];
+    const i64* const tail = &tail_[static_cast<std::size_t>(last) * ranks_];
     i64 time = 0;
-    for (int r = 0; r < ranks; ++r) time = std::max(time, head[r] + work_[r] + tail[r]);
-    return time + kLargest * largest / ranks;
+    for (int r = 0; r < ranks_; ++r) time = std::max(time, head[r] + work_[r] + tail[r]);
+    return time + kLargest * largest / ranks_;
   }
 
-  RankTimes times_;
-  std::vector<i64> work_;
+  const int ranks_;
+  std::vector<i64> work_of_, head_, tail_;  // [shape][rank]: its work, and the least time before and after it
+  std::vector<i64> total_;                  // [shape]: the work of all ranks
+  std::vector<i64> work_;                   // [rank], of one replica
 };
 
 }  // namespace dynapipe

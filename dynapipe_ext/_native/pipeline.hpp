@@ -29,27 +29,6 @@ class Dispatcher : public Admission {
     return linear_ ? dispatch<true, false>(track, give_up) : dispatch<false, false>(track, give_up);
   }
 
-  // `ways` [rank] of one record.
-  void measure(const i64* record, Way* ways) const {
-    i64 down = 0, up = 0;
-    std::fill(ways, ways + machine_.ranks, Way{0, 0, 0, 0, 0});
-    for (int s = 0; s < machine_.stages; ++s) {
-      const int r = machine_.stage_rank[s];
-      const i64* const cost = record + s * kFields;
-      if (s == machine_.rank_stages[r].front()) {
-        ways[r].down = down;
-        ways[r].up = machine_.split ? 0 : up;  // a W may come last
-      } else {
-        ways[r].later += cost[kStored];
-      }
-      ways[r].working = std::max(ways[r].working, cost[kWorking]);
-      ways[r].work += cost[kForward] + cost[kGradient] + (machine_.split ? cost[kWeight] : 0);
-      const bool crosses = s + 1 < machine_.stages && machine_.stage_rank[s + 1] != r;
-      down += cost[kForward] + (crosses ? cost[kTransfer] : 0);
-      up += cost[kGradient] + (crosses ? cost[kTransfer] : 0);
-    }
-  }
-
   // What some rank alone takes already: its whole work, after the first micro-batch's way to it and before the way back
   // of the last one.
   i64 least(Track& track) {

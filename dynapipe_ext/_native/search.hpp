@@ -154,7 +154,7 @@ class Search : private Moves {
     auto& ways = ways_[(record - costs_.records) / stride_];
     if (!ways) {
       ways = std::make_unique<Way[]>(dispatcher_.machine().ranks);
-      dispatcher_.measure(record, ways.get());
+      dispatcher_.machine().measure(record, ways.get());
     }
     return ways.get();
   }

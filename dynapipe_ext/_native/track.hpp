@@ -20,6 +20,27 @@ struct Machine {
   std::vector<std::vector<int>> rank_stages;  // [rank], ascending
   std::vector<char> is_short;                 // [stage]: what is ready there goes first; empty: no stage is
   std::vector<i64> free_bytes;                // [rank]: limit - static
+
+  // Writes the ways [rank] of one record.
+  void measure(const i64* record, Way* ways) const {
+    i64 down = 0, up = 0;
+    std::fill(ways, ways + ranks, Way{});
+    for (int s = 0; s < stages; ++s) {
+      const int r = stage_rank[s];
+      const i64* const cost = record + s * kFields;
+      if (s == rank_stages[r].front()) {
+        ways[r].down = down;
+        ways[r].up = split ? 0 : up;  // a W may come last
+      } else {
+        ways[r].later += cost[kStored];
+      }
+      ways[r].working = std::max(ways[r].working, cost[kWorking]);
+      ways[r].work += cost[kForward] + cost[kGradient] + (split ? cost[kWeight] : 0);
+      const bool crosses = s + 1 < stages && stage_rank[s + 1] != r;
+      down += cost[kForward] + (crosses ? cost[kTransfer] : 0);
+      up += cost[kGradient] + (crosses ? cost[kTransfer] : 0);
+    }
+  }
 };
 
 // How a rank that is free chooses among what is ready.

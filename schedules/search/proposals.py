@@ -43,7 +43,7 @@ from dynapipe_ext.partitioning.rules import (
     with_short_ends,
 )
 from dynapipe_ext.schedules.evaluation.simulate import SharedCores
-from dynapipe_ext.schedules.search.levelling import RankTimes, levelled
+from dynapipe_ext.schedules.search.levelling import balance_loads
 from dynapipe_ext.schedules.search.optimizer import TRIAL, has_long_replicas
 from dynapipe_ext.schedules.search.problem import Start
 from dynapipe_ext.schedules.search.regrouping import exchanged
@@ -156,11 +156,13 @@ class StepProblem:
         if any(shapes[cut.end - 1, cut.end - cut.first - 1] < 0 for cut in start.cuts):
             return []
         costs = MicroBatchCosts.choose(priced.kind_costs, kinds, np.arange(len(kinds)))
-        cuts, groups = levelled(
-            RankTimes.of(costs, self.topology.stage_ranks, split=self.rules.split_backward),
+        cuts, groups = balance_loads(
+            costs,
+            self.topology.stage_ranks,
             shapes,
             [(cut.first, cut.end) for cut in start.cuts],
             start.groups,
+            split=self.rules.split_backward,
             moves=_LEVELLING * len(start.cuts),
             seed=step,
             equal_counts=self.rules.equal_counts,

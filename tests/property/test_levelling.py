@@ -6,20 +6,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search import proposals
-from dynapipe_ext.schedules.search.levelling import CutGroups, RankTimes, levelled
+from dynapipe_ext.schedules.search.levelling import CutGroups, balance_loads
+from tests.property.test_search import random_costs
 
-Case = tuple[RankTimes, np.ndarray, list[tuple[int, int]], CutGroups]
+Case = tuple[MicroBatchCosts, tuple[int, ...], np.ndarray, list[tuple[int, int]], CutGroups]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Times of random shapes, which of them may be, and single items over the replicas."""
-    items, width, ranks, dp = (draw(st.integers(1, most)) for most in (24, 5, 3, 5))
+    items, width, dp = (draw(st.integers(1, most)) for most in (24, 5, 5))
+    stage_ranks = draw(st.sampled_from([(0,), (0, 1, 2), (0, 1, 1, 0)]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    work, head, tail = rng.integers(0, draw(st.sampled_from([3, 100, 10**6])), (3, items * width, ranks))
     shapes = np.full((items, width), -1, np.int32)
     for end in range(items):
         for r in range(min(width, end + 1)):
@@ -27,16 +29,16 @@ def cases(draw: st.DrawFn) -> Case:
     groups: CutGroups = [[] for _ in range(dp)]
     for item in range(items):
         groups[int(rng.integers(0, dp))].append(item)
-    times = RankTimes(work_ns=work, head_ns=head, tail_ns=tail, total_ns=work.sum(axis=1))
-    return times, shapes, [(i, i + 1) for i in range(items)], groups
+    costs = random_costs(rng, len(stage_ranks), items * width)
+    return costs, stage_ranks, shapes, [(i, i + 1) for i in range(items)], groups
 
 
 @settings(max_examples=40)
 @given(case=cases(), moves=st.integers(0, 250), seed=st.integers(0, 9), equal=st.booleans())
 def test_levelled_cuts_cover_the_items_and_may_all_be(case: Case, moves: int, seed: int, equal: bool) -> None:
-    _, shapes, make_first_cuts, first_groups = case
-    cuts, groups = levelled(*case, moves=moves, seed=seed, equal_counts=equal)
-    assert [item for first, end in cuts for item in range(first, end)] == list(range(len(make_first_cuts)))
+    *_, shapes, first_cuts, first_groups = case
+    cuts, groups = balance_loads(*case, split=bool(seed % 2), moves=moves, seed=seed, equal_counts=equal)
+    assert [item for first, end in cuts for item in range(first, end)] == list(range(len(first_cuts)))
     assert all(shapes[end - 1, end - first - 1] >= 0 for first, end in cuts)
     assert sorted(m for group in groups for m in group) == list(range(len(cuts)))
     if equal:
