@@ -31,7 +31,7 @@ from dynapipe_ext.schedules.published.by_name import make_schedule_of_costs
 from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 from dynapipe_ext.schedules.search.flow_shop import order_forwards
 from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize_best
-from dynapipe_ext.schedules.search.proposals import Proposal, Replicas, StepProblem
+from dynapipe_ext.schedules.search.proposals import Proposal, Replicas, StepProblem, make_possible
 from dynapipe_ext.schedules.step_plan import StepPlan, predict, price_replicas
 
 Schedules = tuple[PipelineSchedule, ...]
@@ -316,19 +316,14 @@ def reorder_in_rounds(
 
 def _plan_published(problem: StepProblem, splits: Sequence[Replicas], step: int) -> StepPlan:
     """Return the plan that ends first of several splits under a published schedule."""
-    plans: list[StepPlan] = []
-    refusal: PlanError | None = None
     make = partial(make_schedule_of_costs, problem.rules.schedule, problem.topology.stage_ranks, problem.limit_bytes)
-    for replicas in splits:
-        try:
-            priced = price_replicas(problem.costs, replicas)
-            plans.append(predict_step(problem, replicas, list(map(make, priced)), priced, step=step))
-        except PlanError as error:  # this split has no price, or holds too much at once; others may fit
-            refusal = refusal or error
-    if not plans:
-        assert refusal is not None
-        raise refusal
-    return min(plans, key=lambda plan: plan.makespan_ns)
+
+    def plan(replicas: Replicas) -> StepPlan:
+        priced = price_replicas(problem.costs, replicas)
+        return predict_step(problem, replicas, list(map(make, priced)), priced, step=step)
+
+    # A split that has no price, or holds too much at once, leaves others that may fit.
+    return min(make_possible(partial(plan, one) for one in splits), key=lambda plan: plan.makespan_ns)
 
 
 def predict_step(

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import count, islice, pairwise
-from typing import TypeVar
+from itertools import count, islice, pairwise, product
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -142,7 +142,7 @@ class StepProblem:
             proposed += self._levelled(priced, proposed[-1].start, in_flight[-1], step)
         if any(s.decoder for s in samples):
             with suppress(PlanError):  # shapes that the law did not know may be refused
-                made = _possible(partial(exchanged, priced, cuts) for cuts in firsts)
+                made = make_possible(partial(exchanged, priced, cuts) for cuts in firsts)
                 proposed += self.fixed([self._with_replicas(parts, samples, step) for parts in made])
         return proposed
 
@@ -174,7 +174,7 @@ class StepProblem:
         """Micro-batches of every replica that stay what they are, for schedules that hold few of them or many."""
         stages = self.topology.num_stages
         if self.rules.split_policy != "dynapipe-ext":
-            return _possible(self._peer_rules(samples))
+            return list(make_possible(self._follow_policy(samples)))
         if self.rules.layout == "padded":
             held = self._in_flight(stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages)
             priced, firsts = self._first_cuts(samples, held)
@@ -185,7 +185,7 @@ class StepProblem:
             price = self._priced  # what is held changes what fits, not the rows that are tried
             rows = cache(partial(self._packed_rows, samples, price))
             tried = [partial(self._packed, rows, price, in_flight, dp) for in_flight in held]
-            packings = [parts for finalists in _possible(tried) for parts in finalists]
+            packings = [parts for finalists in make_possible(tried) for parts in finalists]
             return [self._with_replicas(parts, samples, step, price) for parts in _distinct(packings)]
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
@@ -200,7 +200,7 @@ class StepProblem:
         """Long samples in pieces, with short documents in packed rows of that room; a sample's on one replica."""
         price = make_evaluate(self.costs)
         rule = RowPackingPolicy(max_tokens=0, pad_multiple=self.rules.pad_multiple, recompute=self.kinds[0])
-        made = _possible(
+        made = make_possible(
             partial(choice.make_rows, samples, price, replace(rule, max_tokens=choice.tokens)) for choice in choices
         )
         return [self._on_replicas(one, step) for one in dict.fromkeys(map(tuple, made))]
@@ -254,7 +254,7 @@ class StepProblem:
             )
             like = self._known(micro_batches)
             start = Start.of_micro_batches(
-                [self._under(kind, micro_batches, like) for kind in kinds],
+                [self._price_under(kind, micro_batches, like) for kind in kinds],
                 [range(a, b) for a, b in pairwise(ends)],
                 [kinds.index(m.recompute) for m in micro_batches],
                 sample_pieces(micro_batches),
@@ -262,25 +262,20 @@ class StepProblem:
             proposed.append(Proposal(start, partial(_with_kind, micro_batches, kinds), is_fixed=True))
         return proposed
 
-    @property
-    def _caps(self) -> MicroBatchLimits:
-        return MicroBatchLimits(
-            max_bytes=self.limit_bytes, max_tokens=self.rules.max_tokens or None, pad_multiple=self.rules.pad_multiple
-        )
-
     def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[RangeCosts, list[list[Cut]]]:
         """Prices of the ordered samples' cuts, and first cuts for pipelines that hold so many in flight (or one, where
         no more fit)."""
         dp = min(self.topology.num_replicas, len(samples))
         order: SortOrder = "classes" if any(s.decoder for s in samples) else "sorted"
-
-        weight = self.topology.num_replicas * (self.depth - 1)
+        caps = MicroBatchLimits(
+            max_bytes=self.limit_bytes, max_tokens=self.rules.max_tokens or None, pad_multiple=self.rules.pad_multiple
+        )
         priced = price_cuts(
             sort_samples(samples, order),
             self.costs,
             self.kinds,
-            self._caps,
-            weight=weight,
+            caps,
+            weight=self.topology.num_replicas * (self.depth - 1),
             equal_counts=self.rules.equal_counts,
             least_work=self.cores is not None,
             stage_ranks=self.topology.stage_ranks,
@@ -292,7 +287,7 @@ class StepProblem:
             )
 
         try:
-            firsts = _possible(partial(cut, held) for held in in_flight)
+            firsts = list(make_possible(partial(cut, held) for held in in_flight))
         except PlanError:  # only what fits by itself is left
             firsts = [cut(1)]
         return priced, [cuts for i, cuts in enumerate(firsts) if cuts not in firsts[:i]]
@@ -303,24 +298,25 @@ class StepProblem:
         idle: list[list[int]] = [[] for _ in range(self.topology.num_replicas - busy)]
         return assign_replicas(times_ns, busy, equal_counts=self.rules.equal_counts, seed=step) + idle
 
-    def _under(self, kind: Recompute, micro_batches: list[MicroBatch], like: MicroBatchCosts) -> MicroBatchCosts:
-        """Costs of all micro-batches under one kind of recomputation; INFEASIBLE where one cannot be priced."""
+    def _price_under(self, kind: Recompute, micro_batches: list[MicroBatch], like: MicroBatchCosts) -> MicroBatchCosts:
+        """Return the costs of all micro-batches under one kind of recomputation; INFEASIBLE for one without a price."""
         if all(m.recompute == kind for m in micro_batches):
             return like
-        recomputing = [_recomputing(m, kind) for m in micro_batches]
-        try:
+        recomputing = [_recompute(m, kind) for m in micro_batches]
+        with suppress(PlanError):
             return self.costs.evaluate(recomputing)
-        except PlanError:
-            columns = (self._alone(m, _later_pieces(m, micro_batches), like) for m in recomputing)
-            return MicroBatchCosts.join(list(columns), like=like)
-
-    def _alone(self, micro_batch: MicroBatch, later: list[MicroBatch], like: MicroBatchCosts) -> MicroBatchCosts:
-        try:
-            return self.costs.evaluate([micro_batch, *later]).take([0])
-        except PlanError:
-            column = like.take([0])
-            never = np.full_like(column.forward_ns, INFEASIBLE)
-            return replace(column, forward_ns=never, backward_ns=never)
+        pieces = [m for m in micro_batches if m.attention == "carried" and m.samples[0].start]
+        columns = []
+        for m in recomputing:
+            is_first = m.attention == "carried" and not m.samples[0].start  # it holds keys and values of later pieces
+            later = [one for one in pieces if is_first and one.samples[0].index == m.samples[0].index]
+            try:
+                columns.append(self.costs.evaluate([m, *later]).take([0]))
+            except PlanError:
+                column = like.take([0])
+                never = np.full_like(column.forward_ns, INFEASIBLE)
+                columns.append(replace(column, forward_ns=never, backward_ns=never))
+        return MicroBatchCosts.join(columns, like=like)
 
     def _packed_rows(self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute) -> RowPackings:
         longest = max(max(s.encoder, s.decoder) for s in samples)
@@ -336,24 +332,19 @@ class StepProblem:
         def evaluate(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
             return self.bottleneck(price(micro_batches), min_in_flight)
 
-        refusal: PlanError | None = None
-        for kind in self.kinds:
-            try:
-                finalists = rows(kind).list_finalists(
-                    evaluate,
-                    pp=self.depth,
-                    dp=dp,
-                    max_bytes=self.limit_bytes,
-                    equal_counts=self.rules.equal_counts,
-                    is_split=self.rules.is_split,
-                    tries=max(1, min(MOST_TRIES, self.rules.effort // _MOVES_A_TRY)),
-                )
-            except PlanError as error:
-                refusal = refusal or error
-                continue
+        def pack(kind: Recompute) -> list[tuple[MicroBatch, ...]]:
+            finalists = rows(kind).list_finalists(
+                evaluate,
+                pp=self.depth,
+                dp=dp,
+                max_bytes=self.limit_bytes,
+                equal_counts=self.rules.equal_counts,
+                is_split=self.rules.is_split,
+                tries=max(1, min(MOST_TRIES, self.rules.effort // _MOVES_A_TRY)),
+            )
             return self._and_graded(finalists, rows(kind), evaluate, dp)
-        assert refusal is not None
-        raise refusal
+
+        return next(make_possible(partial(pack, kind) for kind in self.kinds))
 
     def _and_graded(
         self, finalists: list[tuple[MicroBatch, ...]], rows: RowPackings, evaluate: MicroBatchEvaluate, dp: int
@@ -391,75 +382,50 @@ class StepProblem:
         except PlanError:  # a row outside a measured grid
             return False
 
-    def _peer_rules(self, samples: list[SampleLength]) -> Iterator[Callable[[], Replicas]]:
-        """A peer's splits; where its rule leaves a size open, several are judged, so that the peer is at its best."""
-        dp, multiple, limit = self.topology.num_replicas, self.rules.pad_multiple, self.limit_bytes
+    def _follow_policy(self, samples: list[SampleLength]) -> Iterator[Callable[[], Replicas]]:
+        """Yield makers of the splits of a published policy, at its best: of each size that it leaves open."""
+        dp, multiple, max_tokens = self.topology.num_replicas, self.rules.pad_multiple, self.rules.max_tokens
+        options: dict[str, Any] = {"dp": dp, "pad_multiple": multiple, "equal_counts": self.rules.equal_counts}
         longest = round_up(max(s.encoder for s in samples), multiple)
-        room = max(
-            round_up(self.rules.max_tokens, multiple), round_up(max(s.decoder for s in samples), multiple), longest
-        )
+        room = max(round_up(max_tokens, multiple), round_up(max(s.decoder for s in samples), multiple), longest)
         match self.rules.split_policy:
             case "batch-max":
-                make = partial(
-                    pad_to_batch_max, samples, dp=dp, pad_multiple=multiple, equal_counts=self.rules.equal_counts
-                )
-                max_tokens = self.rules.max_tokens or None
+                pad = partial(pad_to_batch_max, samples, max_tokens=max_tokens or None, **options)
                 for rows in (None,) if max_tokens else (1, 2, 4, 8, 16, 32):
-                    for kind in self.kinds if rows in (None, 1) or rows <= limit // longest else ():
-                        yield partial(make, rows_per_micro_batch=rows, max_tokens=max_tokens, recompute=kind)
+                    for kind in self.kinds if rows in (None, 1) or rows <= self.limit_bytes // longest else ():
+                        yield partial(pad, rows_per_micro_batch=rows, recompute=kind)
             case "fixed-rows":
-                cut = partial(
-                    cut_fixed_rows, samples, dp=dp, pad_multiple=multiple, equal_counts=self.rules.equal_counts
+                yield from (
+                    partial(cut_fixed_rows, samples, row_len=room, recompute=kind, **options) for kind in self.kinds
                 )
-                for kind in self.kinds:
-                    yield partial(cut, row_len=room, recompute=kind)
             case "packed-balanced":
                 evaluate = make_evaluate(self.costs)
-                pack = partial(
-                    pack_documents, samples, evaluate, dp=dp, pad_multiple=multiple,
-                    equal_counts=self.rules.equal_counts,
-                )  # fmt: skip
                 tokens, num_rows = sum(max(s.encoder, s.decoder) for s in samples), dp * self.topology.pp
-                row_lengths = list_row_lengths(room, tokens, num_rows=num_rows, pad_multiple=multiple)
-                for row_len in [room] if self.rules.max_tokens else row_lengths:
-                    for kind in self.kinds:
-                        packed = cache(partial(pack, max_tokens=row_len, recompute=kind))
-                        yield packed
-                        if self.rules.schedule != "adaptive":
-                            yield partial(_with_short_ends, packed, evaluate)
+                lengths = list_row_lengths(room, tokens, num_rows=num_rows, pad_multiple=multiple)
+                for row_len, kind in product([room] if max_tokens else lengths, self.kinds):
+                    pack = partial(pack_documents, samples, evaluate, max_tokens=row_len, recompute=kind, **options)
+                    yield (packed := cache(pack))
+                    if self.rules.schedule != "adaptive":
+                        yield partial(lambda packed: with_short_ends(packed(), evaluate), packed)
             case _:
-                stages = self.topology.num_stages
-                rule = partial(split_as_dynapipe, samples, self.costs, self.kinds, pp=stages, dp=dp, max_bytes=limit)
-                yield partial(rule, pad_multiple=multiple, equal_counts=self.rules.equal_counts)
+                stages, limit = self.topology.num_stages, self.limit_bytes
+                yield partial(split_as_dynapipe, samples, self.costs, self.kinds, pp=stages, max_bytes=limit, **options)
 
 
-def _with_short_ends(make: Callable[[], Replicas], evaluate: MicroBatchEvaluate) -> Replicas:
-    return with_short_ends(make(), evaluate)
-
-
-def _later_pieces(one: MicroBatch, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches with the later pieces of a sample, where `one` has the first piece, which holds their keys and
-    values."""
-    first = one.samples[0]
-    if one.attention != "carried" or first.start:
-        return []
-    with_pieces = (m for m in micro_batches if m.attention == "carried" and m.samples[0].index == first.index)
-    return [m for m in with_pieces if m.samples[0].start]
-
-
-def _possible(makers: Iterable[Callable[[], Made]]) -> list[Made]:
-    """What the makers make; where all refuse, the first refusal is raised."""
-    made: list[Made] = []
-    refusal: PlanError | None = None
+def make_possible(makers: Iterable[Callable[[], Made]]) -> Iterator[Made]:
+    """Yield what the makers make. Raises the first PlanError of theirs if all raise one."""
+    refusals = []
+    num_made = 0
     for make in makers:
         try:
-            made.append(make())
+            made = make()
         except PlanError as error:
-            refusal = refusal or error
-    if not made:
-        assert refusal is not None
-        raise refusal
-    return made
+            refusals.append(error)
+            continue
+        num_made += 1
+        yield made
+    if refusals and not num_made:
+        raise refusals[0]
 
 
 def _distinct(packings: Iterable[tuple[MicroBatch, ...]]) -> list[tuple[MicroBatch, ...]]:
@@ -488,8 +454,8 @@ def _at_least(micro_batches: Sequence[MicroBatch], count: int) -> Sequence[Micro
 
 
 def _with_kind(micro_batches: Sequence[MicroBatch], kinds: Sequence[Recompute], cut: Cut) -> MicroBatch:
-    return _recomputing(micro_batches[cut.first], kinds[cut.kind])
+    return _recompute(micro_batches[cut.first], kinds[cut.kind])
 
 
-def _recomputing(micro_batch: MicroBatch, kind: Recompute) -> MicroBatch:
+def _recompute(micro_batch: MicroBatch, kind: Recompute) -> MicroBatch:
     return micro_batch if micro_batch.recompute == kind else micro_batch.with_recompute(kind)
