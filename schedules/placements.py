@@ -23,10 +23,9 @@ from dynapipe_ext.schedules.step_plan import StepPlan
 SampledBatches = Sequence[Sequence[SampleLength]]
 
 _SAMPLED = 3  # batches
-_TRIED = 6  # neighbours planned in a round of layer moves, those with the least work on the busiest rank
+_TRIED = 6  # neighbours planned per round of layer moves, those with the least work on the busiest rank
 _ROUNDS = 20  # at most: they end when none of those shortens the steps
 _TRIAL_EFFORT = 4  # a trial has the planner's effort over this
-_FINALS = 3  # trials with the shortest steps, planned again with all of the effort
 _MORE_STAGES = 4  # per rank, tried if ranks are idle for a larger share of the step than this:
 _IDLE = 1 / 8
 
@@ -91,34 +90,30 @@ class PlacementSearch:
         return tuple(sorted(trials, key=_get_makespan_s))
 
     def _find_best(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> PlacementTrial:
-        """Try the placement with even layers and the most promising ones. Raises ConfigError if the model cannot fill
+        """Try the placement with even layers and with the best ones. Raises ConfigError if the model cannot fill
         it."""
         placement = () if name == "linear" else place_stages(name, self.base.pp, stages_per_rank)
         layers = replace(self.base, placement=placement, layers_per_stage=(), vocabulary="whole")
         even = split_vocabulary(layers.with_layers(self.num_layers), vocabulary)
-        finals = {topology.layers_per_stage: topology for topology in (even, *self._list_promising(even))}.values()
-        return min((self._try(topology, 1) for topology in finals), key=_get_makespan_s)
+        candidates = dict.fromkeys((even, self._move_layers(even)))
+        return min((self._try(topology, 1) for topology in candidates), key=_get_makespan_s)
 
-    def _list_promising(self, even: Topology) -> list[Topology]:
-        """Return the topologies with the shortest steps of all that were tried on the way from even layers to the best.
-
-        Several, because trials of little effort differ by chance as much as layers of which one moves.
-        """
+    def _move_layers(self, even: Topology) -> Topology:
+        """Move layers from even ones on, for as long as that shortens the steps."""
         best = self._try(even, _TRIAL_EFFORT)
-        trials, tried_layers = [best], {even.layers_per_stage}
+        seen_layers = {even.layers_per_stage}
         for _ in range(_ROUNDS):
-            fresh = [
-                t for t in _list_neighbours(best.topology, halves=self.halves) if t.layers_per_stage not in tried_layers
+            near = _list_neighbours(best.topology, halves=self.halves)
+            fresh = [topology for topology in near if topology.layers_per_stage not in seen_layers]
+            seen_layers.update(topology.layers_per_stage for topology in fresh)
+            tried = [
+                self._try(topology, _TRIAL_EFFORT) for topology in sorted(fresh, key=self._measure_busiest)[:_TRIED]
             ]
-            tried_layers.update(topology.layers_per_stage for topology in fresh)
-            fresh.sort(key=self._measure_busiest)
-            tried = [self._try(topology, _TRIAL_EFFORT) for topology in fresh[:_TRIED]]
-            trials += tried
             better = min(tried, key=_get_makespan_s, default=best)
             if better.makespan_s >= best.makespan_s:
                 break
             best = better
-        return [trial.topology for trial in sorted(trials, key=_get_makespan_s)[:_FINALS]]
+        return best.topology
 
     def _try(self, topology: Topology, part: int) -> PlacementTrial:
         """Plan all batches with the effort over `part`."""

@@ -121,25 +121,6 @@ def test_half_layers_make_stages_more_even_where_they_may(trials: tuple[Placemen
     assert half.makespan_s < 0.99 * whole.makespan_s
 
 
-def test_layers_that_only_looked_best_with_little_effort_leave_the_place_to_the_next() -> None:
-    tried, with_all = search(), []
-
-    def step_of(planner: Planner, samples: Sequence[SampleLength]) -> StepPlan:
-        layers = planner.topology.layers_per_stage
-        if planner.effort == EFFORT and layers not in with_all:
-            with_all.append(layers)
-        if planner.effort == EFFORT and layers in with_all[1:2]:  # behind even layers
-            raise PlanError("this one only looked best")
-        return planner.plan(samples)
-
-    (best,) = replace(tried, step_of=step_of).trials(("linear",))
-    even, looked_best, *others = with_all
-    (unspoilt,) = tried.trials(("linear",))
-    assert looked_best == unspoilt.topology.layers_per_stage != even
-    assert best.topology.layers_per_stage in others
-    assert best.makespan_s < 1.03 * unspoilt.makespan_s
-
-
 def test_few_micro_batches_get_four_stages_a_rank_where_that_is_faster_and_many_do_not_try() -> None:
     light_head = replace(SHAPE, vocab_size=512)
     few = replace(search(architecture=light_head), batches=[sample_lengths([900] * 3)])
