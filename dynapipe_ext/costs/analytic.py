@@ -1,4 +1,4 @@
-"""Costs of a Megatron GPT or T5 from its description alone: parameters, FLOPs and bytes, counted."""
+"""Costs of a Megatron GPT or T5 counted from its description: parameters, FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NOT_OF_PAIRS = ("flash", "zero_stage", "state_recipe", "ep", "links", "capacity
 
 
 def check_bytes_factors(values: Any) -> None:
-    """Raises ConfigError for a factor of stored bytes that cannot be."""
+    """Check factors of stored bytes. Raises ConfigError."""
     for name in ("layer_bytes_factor", "head_bytes_factor"):
         if not 0 <= getattr(values, name) <= _MOST_FACTOR:
             raise ConfigError(f"{name} is {short(getattr(values, name))} but must be 0 to {_MOST_FACTOR:,}")
@@ -80,7 +80,7 @@ class _Layers:
 
 
 @lru_cache(maxsize=64)  # every price of a micro-batch asks for it
-def _layers_of_stages(a: Architecture, topology: Topology) -> tuple[_Layers, ...]:
+def _list_layers(a: Architecture, topology: Topology) -> tuple[_Layers, ...]:
     if a.num_decoder_layers:
         counts = np.array(stage_layers(a, topology), np.int64)
         return _Layers(a, "layer", False, counts[:, :1]), _Layers(a, "layer", True, counts[:, 1:])
@@ -124,19 +124,19 @@ class AnalyticCosts(CostModel):
 
     Time of an action = `overhead_ns` + layers x `layer_overhead_ns` + FLOPs / `flops_per_s` (the rate the device
     reaches, not its peak; it stands for tensor-parallel communication too). Per token a layer's matrix products take 2
-    FLOPs a weight, attention over rows of length L takes 4 q L^2 with heads of q values in all, half of it where the
+    FLOPs per weight, attention over rows of length L takes 4 q L^2 with heads of q values in all, half of it where the
     kernel skips what the causal mask hides (`flash`); backward is twice forward, plus what is recomputed: the layers
     (full), core attention (selective) or all of the stage. W of a split backward is one forward's worth of matrix
-    products, or nothing where layers or stages are recomputed: what that brings back is not kept until W. Tensor
+    products, or nothing if layers or stages are recomputed: what that brings back is not kept until W. Tensor
     parallelism divides everything.
 
     A stage may hold half a layer: its attention, with the norm before it and its residual sum, or its MLP with those.
     Either half takes its own FLOPs, half of `layer_overhead_ns`, and keeps its own activations.
 
-    Stored bytes follow Korthikanti et al. 2022 (sec. 4, table 2) for any width of values: norm inputs, matrix inputs,
+    Stored bytes follow Korthikanti et al. 2022 (sec. 4, table 2) for values of any size: norm inputs, matrix inputs,
     q, k, v, the scores unless `flash`, masks under `dropout`; the last stage adds the final norm, the head's input and
     fp32 logits. `working_bytes` is the larger of one layer's recomputed activations with the gradient of its widest
-    value, and the logits once more in the width of values. With `split_backward` stored bytes are at least what I keeps
+    value, and the logits once more as values. With `split_backward` stored bytes are at least what I keeps
     until W: inputs and output gradients of matrix products, gathered where the sequence is divided.
 
     `layer_bytes_factor` and `head_bytes_factor` multiply the stored bytes of layers and of the head: what an
@@ -144,15 +144,15 @@ class AnalyticCosts(CostModel):
     named `adapters` train, `measured_adapters` of that name have these factors instead: layers whose weights do not
     train keep fewer inputs. A recomputed layer keeps its whole input, however little it keeps else.
 
-    With `head_slice` there are prices for kinds of recomputation whose head is in slices of so many positions
+    With `head_slice` there are prices for kinds of recomputation whose head is in slices of this many positions
     (`chunked_head_bytes`). B computes the product again, slice by slice, and all weight gradients at once, which leaves
     W none. Two fp32 numbers per position are kept in the place of logits.
 
-    Experts: `capacity_factor` 0 is dropless; above 0 every expert computes its capacity, ceil(capacity_factor x top_k
-    x tokens / num_experts) rows, padded up to it or dropping what is above. Tokens are spread evenly, so `ep` replicas
-    that share the experts compute what each alone would; the rate stands for their exchange of tokens. A layer keeps
-    the dispatched rows (copied over TP), the inputs of activation function and fc2 (the router's weight multiplies the
-    latter, as Megatron does), and fp32 router probabilities.
+    Experts: `capacity_factor` 0 is dropless; above 0 every expert computes its capacity, ceil(capacity_factor x top_k x
+    tokens / num_experts) rows, padded up to it or dropping what is above. Tokens are spread evenly, so `ep` replicas
+    that share the experts compute what each would by itself; the rate stands for their exchange of tokens. A layer
+    keeps the dispatched rows (copied over TP), the inputs of activation function and fc2 (the router's weight
+    multiplies the latter, as Megatron does), and fp32 router probabilities.
 
     Static bytes by `state_bytes`: `state_recipe` for 16-bit weights (not "fp32"), fp32 for 4-byte ones; experts'
     states are divided over the dp / ep replicas that share them. `distributed_optimizer` is another way to say
@@ -162,12 +162,12 @@ class AnalyticCosts(CostModel):
 
     Transfers: `links`, or without them `latency_ns` and `bandwidth_bytes_per_s` on every boundary.
 
-    At a width of the topology above 1 these are the costs of one rank of a block: of its slice of positions in all but
-    attention's core, and of its share of that. What attention exchanges is counted over `links` (`BlockAttention`),
+    At a context-parallel degree above 1 these are the costs of one rank of a block: of its slice of positions in all
+    but attention's core, and of its share of that. What attention exchanges is counted over `links` (`BlockAttention`),
     in a forward, in its backward, and where a layer is recomputed in that forward, too. Without links it is `width_tax`
     of the FLOPs' time: ten percent is above what 8 H200 took between 2 and 4 ranks of one node. Keys and values of a
-    long sample's pieces lie by heads, with all positions. Where they are gathered, a running layer also holds those of
-    the whole row, and their gradients.
+    long sample's pieces lie by heads, with all positions. If they are gathered, a running layer also holds those of the
+    whole row, and their gradients.
 
     A head over pipeline ranks costs each of its stages the same part of the products and of the logits, and the
     overhead of an action and of half a layer. Each of them keeps the head's input (all but the first get it in a
@@ -238,14 +238,14 @@ class AnalyticCosts(CostModel):
     def _check_pairs(self) -> None:
         a, tp, width = self.architecture, self.topology.tp, self.topology.width
         require_whole_vocabulary(self.topology, "a model with a decoder side")
-        _ = _layers_of_stages(a, self.topology)  # refuses what cannot be cut
+        _ = _list_layers(a, self.topology)  # refuses what cannot be cut
         for name, size in (("num_heads", a.num_heads), ("ffn_hidden_size", a.ffn_hidden_size)):
             if size % tp:
                 raise ConfigError(f"{name} {size} does not divide over tp {tp}: lower tp")
         if width not in (allowed := self._priced_widths):
             raise ConfigError(
-                f"width {width} does not divide the {a.num_heads // tp} heads of a tensor parallel rank, and keys of"
-                f" two sides are not gathered: take one of {', '.join(map(str, allowed))}"
+                f"context-parallel degree {width} does not divide the {a.num_heads // tp} heads of a tensor parallel"
+                f" rank, and keys of two sides are not gathered: take one of {', '.join(map(str, allowed))}"
             )
 
     @property
@@ -264,8 +264,8 @@ class AnalyticCosts(CostModel):
 
     @property
     def facts(self) -> ModelFacts:
-        """What these costs know. Pieces have no price if experts drop what is beyond their capacity, or if a window
-        hides earlier pieces."""
+        """Capabilities of these costs. Pieces have no price if experts drop what is beyond their capacity, or if a
+        window hides earlier pieces."""
         a, topology, has_decoder = self.architecture, self.topology, self.has_decoder
         form = ActivationFormat(
             a.hidden_size,
@@ -291,7 +291,7 @@ class AnalyticCosts(CostModel):
 
     @property
     def _measured_adapters(self) -> MeasuredAdapters | None:
-        """What was measured of the adapters that train."""
+        """The measured factors, if they are of the adapters that train."""
         measured = self.measured_adapters
         return measured if measured and measured.adapters == self.adapters else None
 
@@ -321,7 +321,7 @@ class AnalyticCosts(CostModel):
     def floor(
         self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None
     ) -> GrowingTimes | None:
-        """Return the floor of a decoder-only model: attention across two sides is no sum over tokens and squares."""
+        """Return the floor of a decoder-only model: attention across two sides does not grow by tokens and squares."""
         if self.has_decoder:
             return None
         return growing_times(least or self, split=split, rounds_up=self.capacity_factor > 0)
@@ -333,16 +333,16 @@ class AnalyticCosts(CostModel):
                 f"a micro-batch has decoder length {m.decoder_len}, but the analytic model prices decoder-only models"
                 " (their length is encoder): measure a cost table for encoder-decoder models"
             )
-        if a.position == "learned" and (longest := _longest(m)) > a.max_seq_len:
+        if a.position == "learned" and (longest := _find_longest(m)) > a.max_seq_len:
             return (
                 f"a {m.layout} micro-batch has rows of {longest} positions but the model has {a.max_seq_len} learned"
                 " position embeddings: raise max_seq_len or truncate samples"
             )
         return ""
 
-    def _refused(self, features: Features) -> BoolArray:
-        """Which micro-batches have a decoder side, or more positions than the model has embeddings of; of an
-        encoder-decoder, which shapes have no decoder side."""
+    def _find_refused(self, features: Features) -> BoolArray:
+        """Find micro-batches with a decoder side, or with more positions than the model has embeddings of; for an
+        encoder-decoder, shapes without a decoder side."""
         decoder = features.positions[1]
         if self.has_decoder:
             return np.asarray((decoder == 0) & (features.padded_shapes is not None))
@@ -352,7 +352,7 @@ class AnalyticCosts(CostModel):
         if features.padded_shapes is not None:
             longest = features.padded_shapes[1]
         else:
-            longest = np.fromiter(map(_longest, features.micro_batches), np.int64)
+            longest = np.fromiter(map(_find_longest, features.micro_batches), np.int64)
         refused |= longest > self.architecture.max_seq_len
         return refused
 
@@ -377,7 +377,7 @@ class AnalyticCosts(CostModel):
         forward = products + on_stages.attention
         again = in_chunks * head + np.where(full, on_stages.products, 0)
         again = again + np.where(full | selective, on_stages.attention, 0)
-        head_bytes, head_working = self._head_bytes(tokens, in_chunks)
+        head_bytes, head_working = self._count_head_bytes(tokens, in_chunks)
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
         decodes = np.cumsum(on_stages.num_decoder)[:-1, None] > 0
         sent = self._split(values * a.hidden_size * rank[0]) + decodes * self._split(values * a.hidden_size * rank[1])
@@ -386,9 +386,9 @@ class AnalyticCosts(CostModel):
         halves = on_stages.halves + (has_head if len(heads) > 1 else 0)
         overhead_ns = self.overhead_ns + halves * self.layer_overhead_ns // 2
         costs = MicroBatchCosts(
-            forward_ns=overhead_ns + self._ns(forward, taxed=True),
-            backward_ns=overhead_ns + self._ns(2 * forward + again, taxed=True),
-            weight_ns=self._ns(np.where(full, 0, products - in_chunks * head)),
+            forward_ns=overhead_ns + self._compute_ns(forward, taxed=True),
+            backward_ns=overhead_ns + self._compute_ns(2 * forward + again, taxed=True),
+            weight_ns=self._compute_ns(np.where(full, 0, products - in_chunks * head)),
             stored_bytes=self._as_measured(on_stages.stored_bytes, has_head * head_bytes, full),
             working_bytes=np.maximum(on_stages.working_bytes, has_head * head_working) + self.states.buffers[:, None],
             transfer_ns=links.transfer_ns(topology, sent),
@@ -400,18 +400,18 @@ class AnalyticCosts(CostModel):
         costs = costs.keeping_inputs(recompute == "stage")
         if features.pieces is not None:
             costs = self._with_pieces(costs, features.pieces, recompute, on_stages.num_attentions)
-        return costs.refusing(self._refused(features))
+        return costs.refusing(self._find_refused(features))
 
     def _lay_on_stages(self, group: IntArray, rank: IntArray, full: BoolArray, selective: BoolArray) -> _StageSums:
         products, attention, stored, working = np.zeros((4, self.num_stages, group.shape[1]), np.int64)
         halves, num_attentions, num_decoder = np.zeros((3, self.num_stages, 1), np.int64)
-        for layers in _layers_of_stages(self.architecture, self.topology):
+        for layers in _list_layers(self.architecture, self.topology):
             one, count = self._price_layer(layers, group, rank), layers.counts
-            kept = np.where(full, one.input_bytes, one.inner_bytes + np.where(selective, 0, one.score_bytes))
-            running = one.inner_bytes + one.score_bytes - kept + one.widest_bytes
+            stored_bytes = np.where(full, one.input_bytes, one.inner_bytes + np.where(selective, 0, one.score_bytes))
+            running = one.inner_bytes + one.score_bytes - stored_bytes + one.widest_bytes
             products += count * one.products
             attention += count * one.attention
-            stored += count * kept
+            stored += count * stored_bytes
             working = np.maximum(working, np.where(count > 0, running, 0))
             halves += count * (2 if layers.part == "layer" else 1)
             num_attentions += count * (layers.part != "mlp")
@@ -424,7 +424,7 @@ class AnalyticCosts(CostModel):
         return _StageSums(products, attention, stored, working, halves, num_attentions, num_decoder)
 
     def _price_layer(self, layers: _Layers, group: IntArray, rank: IntArray) -> _LayerPrice:
-        """Price one layer, or a half of it, of positions of a context-parallel group and of one rank."""
+        """Price one layer, or a half of it, for a context-parallel group's positions and for one rank's."""
         kind, tp, values = layers.kind, self.topology.tp, self.activation_bytes_per_value
         h, side, of_attention = kind.hidden_size, int(layers.is_decoder), layers.part != "mlp"
         group_squares, tokens, squares = group[2 + side], rank[side], rank[2 + side]
@@ -432,8 +432,8 @@ class AnalyticCosts(CostModel):
         # The softmax, and with dropout its mask and its output; of fused kernels one fp32 sum per head and position.
         a_score = (2 * values + self._mask_bytes if self.dropout else values) * kind.num_heads // tp
         scores = of_attention * (4 * kind.num_heads // tp * tokens if skips_masked else a_score * squares)
-        routed = self._routed(kind, tokens)
-        inner = self._inner_bytes(layers, tokens, routed)
+        routed = self._count_routed(kind, tokens)
+        inner = self._count_inner_bytes(layers, tokens, routed)
         if layers.is_decoder:  # attention to the encoder's output
             group_squares = group_squares + group[4]
             inner = inner + self._split((2 + self.dropout) * values * h * tokens)
@@ -453,7 +453,7 @@ class AnalyticCosts(CostModel):
             widest_bytes=values * widest,
         )
 
-    def _inner_bytes(self, layers: _Layers, tokens: IntArray, routed: IntArray) -> IntArray:
+    def _count_inner_bytes(self, layers: _Layers, tokens: IntArray, routed: IntArray) -> IntArray:
         """Return what one layer, or a half of it, keeps of its self-attention and MLP, without the scores."""
         kind, tp, values, h = layers.kind, self.topology.tp, self.activation_bytes_per_value, layers.kind.hidden_size
         of_attention, of_mlp = layers.part != "mlp", layers.part != "attention"
@@ -485,7 +485,8 @@ class AnalyticCosts(CostModel):
         kind, tp, tokens = layers.kind, self.topology.tp, group[int(layers.is_decoder)]
         products: IntArray = 2 * ((layers.part != "mlp") * (kind.attention_parameters // tp) * tokens)
         if layers.part != "attention":
-            routed = self._width * self._routed(kind, rank[0]) if self.capacity_factor else self._routed(kind, tokens)
+            counted, times = (rank[0], self._width) if self.capacity_factor else (tokens, 1)
+            routed = times * self._count_routed(kind, counted)
             products = products + 2 * (kind.mlp_parameters // tp * routed) + 2 * kind.shared_parameters // tp * tokens
             routers = kind.num_experts + int(kind.shared_expert_gate)
             products = products + self._split(2 * kind.hidden_size * routers * tokens)
@@ -567,7 +568,7 @@ class AnalyticCosts(CostModel):
         of_head = scaled_bytes(head_bytes, factors.head_bytes_factor)
         return np.asarray(of_layers + of_head)
 
-    def _head_bytes(self, tokens: IntArray, in_chunks: BoolArray) -> tuple[IntArray, IntArray]:
+    def _count_head_bytes(self, tokens: IntArray, in_chunks: BoolArray) -> tuple[IntArray, IntArray]:
         """Return what the final norm and the head of every stage keep of a rank's tokens, and need while they run."""
         heads, values, h = self.topology.head_stages, self.activation_bytes_per_value, self.architecture.hidden_size
         logits, (kept_in_chunks, working_in_chunks) = tokens * self._head_columns, self.chunked_head_bytes(tokens)
@@ -598,15 +599,15 @@ class AnalyticCosts(CostModel):
     def chunked_head_bytes(self, positions: IntArray) -> tuple[IntArray, IntArray]:
         """Return what a chunked head keeps in the place of logits, and what it needs while it runs.
 
-        That is a slice's logits in fp32 and in the width of values, the weight's gradient (of 16-bit weights added up
+        That is a slice's logits in fp32 and as values, the weight's gradient (of 16-bit weights added up
         in fp32) with a slice's own, and the gradient of the head's input, which sequence parallelism also gathers.
         """
         values, h = self.activation_bytes_per_value, self.architecture.hidden_size
         slice_bytes = (4 + values) * self._head_columns * (np.minimum(positions, self.head_slice) + h)
         return 2 * 4 * positions, slice_bytes + (2 if self.sequence_parallel else 1) * values * h * positions
 
-    def _routed(self, a: Architecture, tokens: IntArray) -> IntArray:
-        """Return the rows that the MLPs of a layer compute: each token once, or as often as experts take it."""
+    def _count_routed(self, a: Architecture, tokens: IntArray) -> IntArray:
+        """Return the rows that the MLPs of a layer compute: each token once, or once per expert that receives it."""
         if not a.num_experts:
             return tokens
         rows = a.top_k * tokens
@@ -614,7 +615,7 @@ class AnalyticCosts(CostModel):
             return rows
         return a.num_experts * np.ceil(self.capacity_factor * rows / a.num_experts).astype(np.int64)
 
-    def _ns(self, flops: IntArray, *, taxed: bool = False) -> IntArray:
+    def _compute_ns(self, flops: IntArray, *, taxed: bool = False) -> IntArray:
         """Return the time of FLOPs that the ranks of a context-parallel group divide; `taxed`: with what they exchange,
         if that is not counted."""
         flop_ns, width = 1e9 / self.flops_per_s, self._width
@@ -673,7 +674,7 @@ class AnalyticCosts(CostModel):
             raise ConfigError(f"analytic costs cannot be read: {type(error).__name__} {error}") from error
 
 
-def _longest(m: MicroBatch) -> int:
+def _find_longest(m: MicroBatch) -> int:
     """Return the positions that the longest row, or document of a packed row, needs embeddings for."""
     whole = m.layout == "padded" or m.attention == "row"
     return m.encoder_len if whole else count_earlier_positions(m) + max(m.documents)

@@ -1,4 +1,4 @@
-"""What prices depend on: columns of numbers, made once from micro-batches or from padded shapes."""
+"""Columns of numbers that prices depend on, made once from micro-batches or from padded shapes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PiecePositions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Features:
-    """What M micro-batches are priced by.
+    """The numbers that M micro-batches are priced by.
 
     `positions`, shape (5, M): padded positions of encoder and decoder; positions that attend times positions attended
     to, within the encoder, within the decoder, and from decoder to encoder. Attention restarts at each document of a
@@ -85,7 +85,7 @@ class Features:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch]) -> Features:
-        """Raises PlanError for rows whose squares exceed 64 bits."""
+        """Count the features of micro-batches. Raises PlanError for rows whose squares exceed 64 bits."""
         try:
             counts = np.fromiter(chain.from_iterable(map(_count_positions, micro_batches)), np.int64)
         except OverflowError as error:
@@ -151,7 +151,7 @@ def count_positions(m: MicroBatch) -> tuple[int, int]:
 def _count_positions(m: MicroBatch) -> tuple[int, int, int, int, int]:
     """Return the `Features.positions` of one micro-batch, without what a piece attends to in earlier pieces."""
     encoder, decoder, documents = m.encoder_len, m.decoder_len, m.documents
-    if len(documents) == 1 and not decoder:  # most rows of long samples, and most that a planner tries
+    if len(documents) == 1 and not decoder:  # as in most rows that a planner tries
         length = encoder if m.layout == "padded" or m.attention == "row" else documents[0]
         return encoder, 0, length * length + (encoder - length) ** 2, 0, 0
     if m.layout == "padded" or m.attention == "row":

@@ -1,4 +1,4 @@
-"""Multilinear interpolation in a measured grid that says where it does not know."""
+"""Multilinear interpolation in a measured grid that tells what it does not know."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Grid:
     """Columns of measured values over a rectangular grid of points.
 
     `axes`: ascending coordinates, one array an axis; `values`: shape (num_columns, points in row-major order); `known`:
-    shape (points,), False where nothing was measured (the values there are 0 and must not be used). `share_of_bytes`:
+    shape (points,), False if nothing was measured (the values there are 0 and must not be used). `share_of_bytes`:
     the part of the columns in MB that counts, where the grid is of a part of the measured layer. (a, b, c, d) stands
     for (a + b L) / (c + d L), where L is the shape's coordinate on the second axis; so it is exact between points too,
-    where it is not linear.
+    although it is not linear.
     """
 
     columns: tuple[str, ...]
@@ -43,7 +43,7 @@ class Grid:
 
     @classmethod
     def from_points(cls, columns: Mapping[str, Mapping[GridPoint, float]]) -> Grid:
-        """A grid of the columns' points, which must lie on the same axes; a point counts if every column has it."""
+        """Make a grid of the columns' points, on the same axes; a point counts if every column has it."""
         points = sorted(set().union(*columns.values()))
         if not points:
             raise DataError(f"a cost grid of {', '.join(columns) or 'no columns'} has no points: measure at least one")
@@ -60,9 +60,9 @@ class Grid:
         return cls(tuple(columns), axes, values.reshape(len(columns), -1), known.all(axis=0).reshape(-1))
 
     def at(self, coordinates: Sequence[FloatArray]) -> tuple[FloatArray, BoolArray]:
-        """Interpolated columns, shape (num_columns, num_shapes), and which of them rest on measured points only.
+        """Interpolate columns, shape (num_columns, num_shapes), and tell which shapes rest on measured points only.
 
-        Below the grid the smallest coordinate counts; above it, and where a missing corner carries weight, the answer
+        Below the grid the smallest coordinate counts; above it, and if a missing corner carries weight, the answer
         is not known. Every operation is done in one fixed order, so all machines get the same bits.
         """
         total, in_table = native.interpolate(self.axes, self.values, self.known, np.array(coordinates, np.float64))
@@ -71,12 +71,12 @@ class Grid:
         return total, in_table
 
     def part_of_bytes(self, length: FloatArray) -> FloatArray:
-        """The part that columns in MB have of what was measured, of rows of such lengths."""
+        """Return the share of the measured MB that counts, for rows of these lengths."""
         a, b, c, d = self.share_of_bytes or WHOLE_SHARE
         return (a + b * length) / (c + d * length)
 
     def to_json(self) -> dict[str, Any]:
-        """Axes and, per column, the values in row-major order with null where nothing was measured."""
+        """Return axes and, per column, the values in row-major order, null for what was not measured."""
         return {
             "axes": [[int(x) for x in axis] for axis in self.axes],
             **({"share_of_bytes": list(self.share_of_bytes)} if self.share_of_bytes else {}),

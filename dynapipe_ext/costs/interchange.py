@@ -14,13 +14,13 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, reason, short
 
-_NUM_CORES = "num_cores"  # of the machine that seconds are of, beside the fields of any kind
+_NUM_CORES = "num_cores"  # of the machine that was measured, next to the fields of any kind
 
 
 def cost_model_to_json(costs: PricesMicroBatches) -> dict[str, Any]:
-    """A cost model as JSON. Its "kind" says which of the four it is, or which adjustment of its "base".
+    """Return a cost model as JSON. Its "kind" names one of the four, or an adjustment of its "base".
 
-    Errors: ConfigError for a model of one's own, and for estimates.
+    Raises ConfigError for a user's own model, and for estimates.
     """
     model = as_cost_model(costs)
     if (raw := model.to_json()) is None:
@@ -33,7 +33,7 @@ def cost_model_to_json(costs: PricesMicroBatches) -> dict[str, Any]:
 
 
 def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
-    """The cost model that `cost_model_to_json` or `run_costs_to_json` wrote."""
+    """Read the cost model that `cost_model_to_json` or `run_costs_to_json` wrote."""
     raw = {key: value for key, value in raw.items() if key != _NUM_CORES}
     match raw.get("kind"):
         case str() as kind if kind in ADJUSTMENTS:
@@ -46,18 +46,18 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
 
 
 def run_costs_to_json(model: CostModel, num_cores: int | None) -> dict[str, Any]:
-    """A cost model as JSON with the cores that all ranks of its run shared; none where each had a device."""
+    """Return a cost model as JSON with the cores that all ranks of its run shared; None if each had a device."""
     return cost_model_to_json(model) | ({} if num_cores is None else {_NUM_CORES: num_cores})
 
 
 def read_cost_file(path: str | Path) -> CostModel:
-    """The cost model in a JSON file of any kind. Errors: DataError for a file that holds none."""
+    """Read the cost model in a JSON file of any kind. Raises DataError for other files."""
     return read_run_costs(path)[0]
 
 
 def read_run_costs(path: str | Path) -> tuple[CostModel, int | None]:
-    """The cost model in a JSON file of any kind, and the cores that the ranks of the run that wrote it shared (None:
-    each had a device, or no run wrote it). Errors: DataError for a file that holds none."""
+    """Read the cost model in a JSON file of any kind, and the cores that the ranks of its run shared (None: each had a
+    device, or no run wrote it). Raises DataError for other files."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

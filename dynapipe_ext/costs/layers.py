@@ -1,4 +1,4 @@
-"""What the stages of a pipeline cost by measurements of one layer of each kind, and what they hold beside layers."""
+"""Prices of stages, from one measured layer per kind, and the parameters that stages hold."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ COLUMNS = ("forward_ms", "backward_ms", "stored_mb", "peak_mb")  # MB = 10^6 byt
 WEIGHT = "weight_ms"  # a column that not every measurement has
 _PRICES = ("forward_ms", "backward_ms", WEIGHT, "stored_mb", "peak_mb")  # the rows of what stages cost
 HEAD_PEAK = "peak_mb"  # a column that not every measurement of a head has
-# Of a position, between parts of a head, beside hidden states: the log of the sum so far, and the target's logit.
+# Per position, between parts of a head, next to hidden states: the log of the sum so far, the target's logit.
 HEAD_MESSAGE_BYTES = 2 * 4
 
 
 def check_grids(grids: Mapping[tuple[Recompute, LayerKind], Grid]) -> None:
-    """Errors: ConfigError for none, for a grid of no layer, and for columns that its layer needs or nobody reads."""
+    """Check the layers and columns of grids. Raises ConfigError."""
     if not grids:
         raise ConfigError("a cost table needs at least one grid")
     for (recompute, kind), grid in grids.items():
         name = f"the grid of {short(kind)} under recompute {short(recompute)}"
         if recompute not in ALL_RECOMPUTES or kind not in get_args(LayerKind):
             raise ConfigError(
-                f"{name} is of no layer: give one of {', '.join(get_args(LayerKind))} under one of"
+                f"{name} is not of a layer: give one of {', '.join(get_args(LayerKind))} under one of"
                 f" {', '.join(ALL_RECOMPUTES)}"
             )
         of_bytes = set(COLUMNS[2:]) & set(grid.columns)
@@ -52,7 +52,7 @@ def check_grids(grids: Mapping[tuple[Recompute, LayerKind], Grid]) -> None:
 
 
 def check_bytes(*tables: Mapping[Any, float]) -> None:
-    """Errors: ConfigError for numbers of bytes that cannot be."""
+    """Check numbers of bytes. Raises ConfigError."""
     for name, size in itertools.chain.from_iterable(table.items() for table in tables):
         if not 0 <= size <= INFEASIBLE:
             raise ConfigError(f"bytes of {name} are {short(size)} but must be 0 to {INFEASIBLE:,}: measure again")
@@ -99,7 +99,7 @@ def lay_on_stages(
 
 
 def parts_of_stages(stages: Sequence[StageLayers]) -> Iterator[tuple[LayerPart, list[range]]]:
-    """What stages are made of, the layers of every stage: whole ones, then attention alone and MLPs alone, if any."""
+    """Yield the layers of every stage: full ones, then attentions and MLPs without their other half, if any."""
     yield "layer", [stage.whole for stage in stages]
     if any(map(len, halves := [stage.attention_half for stage in stages])):
         yield "attention", halves
@@ -111,8 +111,8 @@ def parts_of_stages(stages: Sequence[StageLayers]) -> Iterator[tuple[LayerPart, 
 def layers_of_stages(
     num_layers: int, total_layers: int, num_stages: int, layers_per_stage: tuple[float, ...]
 ) -> list[tuple[int, int]]:
-    """(encoder, decoder) layers of every stage, whole ones: halves do not count. Without `layers_per_stage`, layer i of
-    T is on stage i S // T. Errors: ConfigError for half layers of a model with a decoder side."""
+    """Count (encoder, decoder) layers of every stage, without halves. Without `layers_per_stage`, layer i of
+    T is on stage i S // T. Raises ConfigError for half layers of a model with a decoder side."""
     if num_layers == total_layers and layers_per_stage:
         return [(len(stage.whole), 0) for stage in list_stage_layers(layers_per_stage)]
     whole = require_whole_layers(layers_per_stage, "a model with a decoder side")
@@ -125,7 +125,7 @@ def layers_of_stages(
 
 
 def first_decoder_stage(layers: Sequence[tuple[int, int]]) -> int | None:
-    """Where the decoder begins, by the (encoder, decoder) layers of every stage; None for a model without one.
+    """Find the stage on which the decoder begins; None for a model without one.
 
     >>> first_decoder_stage([(2, 0), (1, 1), (0, 2)])
     1
@@ -134,7 +134,7 @@ def first_decoder_stage(layers: Sequence[tuple[int, int]]) -> int | None:
 
 
 def encoder_end_stage(layers: Sequence[tuple[int, int]]) -> int:
-    """Where the encoder ends, or what a decoder-only model has in its place.
+    """Find the stage on which the encoder, or a decoder-only model, ends.
 
     >>> encoder_end_stage([(2, 0), (1, 1), (0, 2)])
     1
@@ -169,7 +169,7 @@ def parameters_by_stage(
 
 
 def with_halves(layers: Sequence[tuple[int, int]], halves: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(encoder, decoder) layers of which every stage holds any part.
+    """Count the (encoder, decoder) layers of which every stage holds any part.
 
     >>> with_halves([(2, 0), (0, 0)], [(1, 0), (0, 1)])
     [(3, 0), (1, 0)]
@@ -179,14 +179,14 @@ def with_halves(layers: Sequence[tuple[int, int]], halves: Sequence[tuple[int, i
 
 
 def once_by_stage(layers: Sequence[tuple[int, int]], once: Mapping[LayerKind, float]) -> FloatArray:
-    """`once["encoder"]` on the stage where the encoder ends, `once["decoder"]` on every stage with decoder layers."""
+    """Return `once["encoder"]` on the stage where the encoder ends, `once["decoder"]` on stages with decoder layers."""
     end, decoder = encoder_end_stage(layers), once.get("decoder", 0.0)
     held = [once.get("encoder", 0.0) * (stage == end) + decoder * (n > 0) for stage, (_, n) in enumerate(layers)]
     return np.array(held)
 
 
 def stage_layers(architecture: Architecture, topology: Topology) -> list[tuple[int, int]]:
-    """(encoder or decoder-only, decoder) layers of every stage. Errors: ConfigError for too few layers."""
+    """Count (encoder or decoder-only, decoder) layers of every stage. Raises ConfigError for too few layers."""
     topology = topology.with_layers(architecture.total_layers)
     return layers_of_stages(
         architecture.num_layers, architecture.total_layers, topology.num_stages, topology.layers_per_stage
@@ -194,6 +194,6 @@ def stage_layers(architecture: Architecture, topology: Topology) -> list[tuple[i
 
 
 def reading_stages(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
-    """The stages that read tokens: those of embeddings and heads, and the one where a decoder begins."""
+    """List the stages that read tokens: those of embeddings and heads, and the one where a decoder begins."""
     layers = stage_layers(architecture, topology)
     return *topology.embedding_stages, first_decoder_stage(layers) or 0, *topology.head_stages

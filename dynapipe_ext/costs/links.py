@@ -1,4 +1,4 @@
-"""Seconds of messages between stages: latency and bytes over bandwidth, of the link that a boundary lies on."""
+"""Seconds of messages between stages: latency and bytes over bandwidth, of the link that a boundary crosses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Link:
             raise ConfigError(f"bytes_per_s of a link is {self.bytes_per_s:g}: give 1 to 1e15")
 
     def transfer_ns(self, num_bytes: npt.ArrayLike) -> IntArray:
-        """Latency and bytes over bandwidth, rounded up to nanoseconds; nothing sent still takes the latency.
+        """Return latency and bytes over bandwidth, rounded up to nanoseconds; nothing sent still takes the latency.
 
         >>> Link(100, 3e9).transfer_ns([0, 3, 4]).tolist()
         [100, 101, 102]
@@ -58,11 +58,11 @@ class Links:
 
     @classmethod
     def uniform(cls, link: Link) -> Links:
-        """One kind of link everywhere."""
+        """Use one kind of link everywhere."""
         return cls(intra=link, inter=link, ranks_per_node=1)
 
     def of_group(self, stride: int, size: int) -> Link:
-        """The slowest link of a ring over `size` ranks that lie `stride` apart, starting at a multiple of their span.
+        """Return the slowest link of a ring over `size` ranks, each `stride` ranks after the one before.
 
         >>> links = Links(intra=Link(0, 3e11), inter=Link(0, 5e10), ranks_per_node=8)
         >>> [links.of_group(s, n) is links.intra for s, n in ((1, 8), (4, 2), (8, 2), (1, 3), (8, 1))]
@@ -73,7 +73,7 @@ class Links:
         return self.intra if within else self.inter
 
     def crosses_nodes(self, topology: Topology, from_pp_rank: int, to_pp_rank: int) -> bool:
-        """Whether any replica's and any tensor-parallel rank's peer is on another node: the slowest sets the pace.
+        """Return whether any rank's peer is on another node: the slowest link sets the pace.
 
         >>> links = Links(intra=Link(0, 3e11), inter=Link(0, 5e10), ranks_per_node=4)
         >>> [links.crosses_nodes(Topology(tp=2, pp=4), s, s + 1) for s in range(3)]
@@ -87,14 +87,14 @@ class Links:
         )
 
     def boundaries(self, topology: Topology) -> tuple[Link | None, ...]:
-        """The link between stages s and s + 1, one entry a boundary; None where both are on one rank."""
+        """List the link between stages s and s + 1; None if both are on one rank."""
         return tuple(
             None if a == b else self.inter if self.crosses_nodes(topology, a, b) else self.intra
             for a, b in itertools.pairwise(topology.stage_ranks)
         )
 
     def transfer_ns(self, topology: Topology, num_bytes: IntArray) -> IntArray:
-        """Times over every boundary, shape (S - 1, M), of bytes of that shape; 0 between stages of one rank."""
+        """Return times over every boundary, shape (S - 1, M), of bytes of that shape; 0 between stages of one rank."""
         rows = [
             np.zeros_like(row) if link is None else link.transfer_ns(row)
             for link, row in zip(self.boundaries(topology), num_bytes, strict=True)

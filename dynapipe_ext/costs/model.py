@@ -71,7 +71,7 @@ class MicroBatchCosts:
 
     @property
     def infeasible(self) -> BoolArray:
-        """Which micro-batches cannot run, shape (M,)."""
+        """Flags of micro-batches that cannot run, shape (M,)."""
         return np.asarray((self.forward_ns >= INFEASIBLE).any(axis=0))
 
     def refusing(self, refused: BoolArray) -> MicroBatchCosts:
@@ -151,9 +151,9 @@ def bottleneck(
     min_in_flight: int = 1,
     stage_ranks: Sequence[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """The busiest rank's F + B of each micro-batch, and the bytes that the fullest rank needs for it.
+    """Find the busiest rank's F + B of each micro-batch, and the bytes that the fullest rank needs for it.
 
-    `stage_ranks` says which rank each stage is on (default: a rank each). Bytes: states, and the working memory beside
+    `stage_ranks` says which rank each stage is on (default: a rank each). Bytes: states, and the working memory with
     as many stored micro-batches of this shape as 1F1B holds on the rank (num_ranks - rank), but no more than
     `min_in_flight`; on every rank as many as that if it is above num_ranks.
     """
@@ -178,7 +178,7 @@ def bottleneck(
 
 
 def _largest(table: IntArray) -> IntArray:
-    """The largest of each column; row by row, which is faster than `max(axis=0)` of a few long rows."""
+    """Find the largest of each column; row by row, which is faster than `max(axis=0)` of a few long rows."""
     largest: IntArray = reduce(np.maximum, table)
     return largest
 
@@ -186,20 +186,20 @@ def _largest(table: IntArray) -> IntArray:
 def bytes_keeping_inputs(
     chosen: npt.NDArray[np.bool_], stored: IntArray, working: IntArray, transferred: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Stored and working bytes as `MicroBatchCosts.keeping_inputs` has them."""
+    """Return stored and working bytes as `MicroBatchCosts.keeping_inputs` has them."""
     received = np.zeros_like(stored)
     received[1:] = transferred
     return np.where(chosen, received, stored), working + chosen * np.maximum(stored - received, 0)
 
 
 def scaled_bytes(num_bytes: IntArray, factor: float) -> IntArray:
-    """Bytes times a measured factor, rounded up."""
+    """Multiply bytes by a measured factor, rounding up."""
     return num_bytes if factor == 1.0 else np.ceil(num_bytes * factor).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a cost model knows beside prices. The defaults hold for a model that knows nothing more.
+    """Capabilities of a cost model in addition to prices. The defaults hold for a model that knows nothing more.
 
     `has_decoder`: whether samples have a decoder side; None: tokens of any kind are priced. `total_layers`: the layers
     that stages are made of; None: stages are priced as they are. `replica_collectives`: what the priced training issues
@@ -219,7 +219,7 @@ class ModelFacts:
     prices_spread: bool = False
     prices_pieces: bool = False  # pieces of long samples (attention "carried")
     width: int = 1
-    priced_widths: tuple[int, ...] | None = None  # those with a price, where they are not all
+    priced_widths: tuple[int, ...] | None = None  # those with a price, if not all have one
     forwards_alone: bool = False  # no backward follows a forward
     offload: Offload = "none"
     slices_head: bool = False  # prices for kinds of recomputation with the head in slices
@@ -230,7 +230,7 @@ class ModelFacts:
 
 @runtime_checkable
 class PricesMicroBatches(Protocol):
-    """The least that a cost model of one's own is: `as_cost_model` makes a `CostModel` of it.
+    """The members that a user's own cost model needs: `as_cost_model` makes a `CostModel` of it.
 
     `evaluate` raises PlanError for a shape that it cannot price (outside a measured grid, say), naming the shape and
     the bound. `fingerprint` is a hash of everything that changes an answer, equal on all ranks and planners of a job.
@@ -246,7 +246,7 @@ class PricesMicroBatches(Protocol):
 
 @runtime_checkable
 class PricesShapes(Protocol):
-    """Prices padded shapes as arrays; a shape that it refuses costs INFEASIBLE. Hashable, as floors are kept."""
+    """Prices of padded shapes as arrays; a rejected shape costs INFEASIBLE. Hashable, as floors are cached."""
 
     def __hash__(self) -> int: ...
 
@@ -300,7 +300,7 @@ class CostModel:
             raise PlanError(
                 f"a micro-batch carries positions {piece.start} to {piece.start + piece.encoder} of sample"
                 f" {piece.index}, but these {type(self).__name__} have no price for pieces: plan whole samples, or take"
-                " AnalyticCosts or a table with pieces (`dynapipe profile`)"
+                " AnalyticCosts or a profiled table"
             )
         costs = self.price(features)
         for index in np.flatnonzero(costs.infeasible).tolist():
@@ -333,10 +333,10 @@ class CostModel:
         return self, topology or Topology(pp=self.num_stages)
 
     def at_width(self, width: int) -> CostModel:
-        """Return the costs of one rank of a context-parallel group of `width` data parallel ranks, each with a slice of
+        """Return one rank's costs in a context-parallel group of `width` data parallel ranks, each with a slice of
         every row's positions; `ModelFacts.width` says which these are.
 
-        Work on positions, what is kept of them and messages are divided by the width. Overheads and weights are not.
+        Work on positions, what is kept of them and messages are divided by this degree. Overheads and weights are not.
         Attention exchanges heads and gathers keys and values on top (`costs/blocks.py`). Raises ConfigError if what it
         exchanges is not known.
         """
@@ -388,7 +388,7 @@ class UserCosts(CostModel):
         return self._check("evaluate", self.prices.evaluate(micro_batches), len(micro_batches))
 
     def _check(self, method: str, costs: MicroBatchCosts, count: int) -> MicroBatchCosts:
-        """Raises ConfigError for what are no prices of `count` micro-batches."""
+        """Check the prices of `count` micro-batches. Raises ConfigError."""
         stages = self.num_stages
         shapes = {name: (stages - name.startswith("transfer"), count) for name in _TABLES} | {"static_bytes": (stages,)}
         for name, shape in shapes.items():
@@ -444,13 +444,13 @@ class UserCosts(CostModel):
 
 def no_width(who: str, width: int) -> ConfigError:
     return ConfigError(
-        f"{who} do not say what attention exchanges between the {width} data parallel ranks of a block: plan with width"
-        " 1, or price by counted costs of a decoder (AnalyticCosts), or by a table that `dynapipe profile` has measured"
+        f"{who} do not say what attention exchanges between {width} context-parallel ranks: plan with degree 1, or take"
+        " AnalyticCosts or a table of `dynapipe profile`"
     )
 
 
 def check_tax(tax: float) -> None:
-    """Errors: ConfigError for a share of computing that cannot be."""
+    """Check a share of computing. Raises ConfigError."""
     if not isinstance(tax, int | float) or not 0 <= tax <= 100:
         raise ConfigError(
             f"width_tax is {tax!r} but is what a block's exchanges take over its computing: give 0 to 100"
@@ -466,10 +466,10 @@ def growing_times(
     chain: PricesShapes | None = None,
     error_ns: float = ROUNDING_NS,
 ) -> GrowingTimes:
-    """The floor of costs whose times are overhead + a tokens + b squares, the least over `kinds` of recomputation.
+    """Make the floor of costs whose times are overhead + a tokens + b squares, the least over `kinds` of recomputation.
 
-    `rounds_up`: the model rounds work up, by no more than one token costs alone. `chain` prices the dependency chain
-    (None: `costs` do).
+    `rounds_up`: the model rounds work up, by no more than one token costs by itself. `chain` prices the dependency
+    chain (None: `costs` do).
     """
 
     def padded(rows: int, lengths: IntArray) -> PaddedTimes:
@@ -490,5 +490,5 @@ def growing_times(
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """SHA-256 of settings in canonical JSON."""
+    """Hash settings in canonical JSON by SHA-256."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

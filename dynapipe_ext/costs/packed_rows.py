@@ -29,7 +29,7 @@ def packed_sizes(features: Features) -> FloatArray:
 
 
 def sizes_of_slice(sizes: FloatArray, width: int) -> FloatArray:
-    """Of rows of a `width`-th of the positions in as many documents."""
+    """Return the sizes of rows with a `width`-th of the positions in as many documents."""
     return sizes / np.array([1, *[width] * 2, *[width**2] * 3], np.float64)[:, None]
 
 
@@ -48,18 +48,18 @@ class PackedLayer:
 
     @classmethod
     def fit(cls, kind: LayerKind, rows: Sequence[MicroBatch], measured: Sequence[tuple[int, int]]) -> PackedLayer:
-        """Of (stored, peak) bytes of rows, with the least relative errors."""
+        """Fit (stored, peak) bytes of rows with the least relative errors."""
         places = list(_GROWS_WITH[kind])
         terms = packed_sizes(Features.of(rows))[places].T
 
-        def fitted(values: Sequence[int]) -> tuple[float, ...]:
+        def fit_terms(values: Sequence[int]) -> tuple[float, ...]:
             coefficients = np.zeros(_SIZES)
             coefficients[places] = non_negative_least_squares(terms, np.array(values, np.float64))
             return tuple(round(float(x), 6) for x in coefficients)
 
         stored, peak = zip(*measured, strict=True)
-        return cls(stored_bytes=fitted(stored), peak_bytes=fitted(peak))
+        return cls(stored_bytes=fit_terms(stored), peak_bytes=fit_terms(peak))
 
     def of(self, sizes: FloatArray) -> FloatArray:
-        """(stored, peak) MB, (2, M)."""
+        """Return (stored, peak) MB, (2, M)."""
         return np.stack([1e-6 * product(sizes.T, terms) for terms in (self.stored_bytes, self.peak_bytes)])

@@ -1,5 +1,5 @@
 """Costs of the pieces of a long sample: the bytes that pieces keep for later ones, and the time of a piece beyond that
-of a document of its length. That time is measured for pairs (positions of the piece, positions before it), fitted, and
+of an equally long document. That time is measured for pairs (positions of the piece, positions before it), fitted, and
 added to the prices of packed rows.
 """
 
@@ -28,9 +28,9 @@ _MOST = 1e6  # ns or bytes for a position or a pair of them: so that those of th
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPieces:
-    """Of one layer, a sample in pieces, all forwards and then all backwards: seconds of each piece's F and B, in the
+    """One layer's measurement of a sample in pieces, all forwards, then all backwards: seconds of each F and B in the
     order of positions; `stored_bytes` after the last F, keys and values that pieces keep for one another among them;
-    `peak_bytes`, the most at any time.
+    `peak_bytes`, the maximum at any time.
     """
 
     forward_s: tuple[float, ...]
@@ -40,15 +40,15 @@ class MeasuredPieces:
 
 
 class MeasurePieces(Protocol):
-    """The pieces of one sample in one layer; None where they do not fit. With `bytes_only` times are 0."""
+    """A measurement of one sample's pieces in one layer; None if they do not fit. With `bytes_only` times are 0."""
 
     def __call__(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleInPieces:
-    """A sample that was measured in pieces of `size` positions each, its first two of them alone, and `document`, a
-    packed row of one whole document of that size."""
+    """A sample measured in pieces of `size` positions each, its first two by themselves, and `document`, a packed row
+    with one document of that size."""
 
     size: int
     document: Measured
@@ -59,8 +59,8 @@ class SampleInPieces:
     def starts(self) -> list[int]:
         return [number * self.size for number in range(len(self.pieces.forward_s))]
 
-    def beside(self, grid: Grid, packed: PackedLayer | None) -> SampleInPieces:
-        """With the bytes that a table has for the document: those of its grid of layers, or of packed rows, if more."""
+    def with_table_bytes(self, grid: Grid, packed: PackedLayer | None) -> SampleInPieces:
+        """Take a table's bytes for the document: those of its grid of layers, or of packed rows, if more."""
         values, _ = grid.at([np.ones(1), np.array([self.size], np.float64)])
         megabytes = values[[grid.columns.index(name) for name in COLUMNS[2:]]]
         if packed is not None:
@@ -89,7 +89,7 @@ class PairGrowth:
 
     @classmethod
     def fit(cls, pairs: Sequence[tuple[int, int]], values: FloatArray, of_whole: FloatArray) -> PairGrowth:
-        """Of values at pairs (q, p), with the least squared errors relative to `of_whole`, what they are parts of."""
+        """Fit values at pairs (q, p) with the least squared errors relative to `of_whole`, which they are parts of."""
         columns = _columns(*np.array(pairs, np.float64).T)
         return cls(*non_negative_least_squares(columns, values, relative_to=of_whole).tolist())
 
@@ -107,8 +107,8 @@ def _columns(own: FloatArray | IntArray, before: FloatArray | IntArray) -> Float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceSurcharge:
-    """Of one layer under one kind of recomputation. `own_bytes`: what it stores more of each of the piece's positions
-    than of a document's (mostly less), without keys and values that lie in buffers.
+    """Additional costs in one layer under one recomputation mode. `own_bytes`: what it stores more per position of a
+    piece than of a document (mostly less), without keys and values in buffers.
     """
 
     forward_ns: PairGrowth
@@ -122,12 +122,12 @@ class PieceSurcharge:
 
     @classmethod
     def fit(cls, samples: Sequence[SampleInPieces], kept_values: int, value_bytes: int) -> PieceSurcharge:
-        """Of what was measured. Bytes are fitted from above: no measurement lies over the fit. A running layer counts
-        the gradients of all keys and values so far, even where a measurement had its fullest moment elsewhere.
+        """Fit measured samples. Bytes are fitted from above: no measurement exceeds the fit. A running layer counts the
+        gradients of all keys and values so far, even if a measurement had its fullest moment elsewhere.
         """
         pairs = [(one.size, start) for one in samples for start in one.starts]
 
-        def times(name: str) -> PairGrowth:
+        def fit_times(name: str) -> PairGrowth:
             whole = np.array([s for one in samples for s in getattr(one.pieces, name)])
             more = whole - np.array([getattr(one.document, name) for one in samples for _ in one.starts])
             return PairGrowth.fit(pairs, more * 1e9, whole * 1e9)
@@ -147,15 +147,15 @@ class PieceSurcharge:
         working = replace(fitted, before=fitted.before + gradients)
         missed = more / working(own, before)
         return cls(
-            forward_ns=times("forward_s"),
-            backward_ns=times("backward_s"),
+            forward_ns=fit_times("forward_s"),
+            backward_ns=fit_times("backward_s"),
             working_bytes=working * max(1.0, float(missed.max())),
             own_bytes=max(map(own_bytes, samples)),
         )
 
     @property
     def attended_ns(self) -> float:
-        """Of F and B, for each position of the piece and each before it."""
+        """Time of F and B for each pair of a position of the piece and one before it."""
         return self.forward_ns.attended + self.backward_ns.attended
 
 
@@ -164,7 +164,7 @@ _GROWTHS = ("forward_ns", "backward_ns", "working_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceSurcharges:
-    """Of one layer, by recomputation; `kept_values`: keys and values that it keeps of a position, on one rank."""
+    """Additional costs in one layer, by recomputation; `kept_values`: keys and values per position, on one rank."""
 
     kept_values: int
     by_recompute: Mapping[Recompute, PieceSurcharge]
@@ -180,11 +180,11 @@ class PieceSurcharges:
 
     @property
     def least_attended_ns(self) -> float:
-        """The least that a layer takes for each position of a piece and each before it."""
+        """The minimum of `attended_ns` over the recomputation modes."""
         return min(one.attended_ns for one in self.by_recompute.values())
 
     def attended_ns(self, layers: IntArray, stage_ranks: tuple[int, ...], width: int) -> tuple[float, ...]:
-        """The same on every pipeline rank, of stages with so many layers and for one rank of a block of `width`."""
+        """Return that minimum on every pipeline rank, of stages with `layers`, for one rank of `width`."""
         held = [
             sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))
         ]
@@ -204,8 +204,8 @@ class PieceSurcharges:
         documents; all pieces of a sample are among them.
 
         The first piece holds keys and values of all positions, and sums of the gradients of those before the last. On a
-        rank of a `block` these lie by heads, as what a running layer holds of them; all else is divided by its width,
-        and times have a `tax` on top.
+        rank of a `block` these are divided by heads, like those that a running layer holds; all else is divided by its
+        width, and times have a `tax` on top.
         """
         width = 1 if block is None else block.width
         of_keys = 1.0 if block is None or width == 1 else block.kept_values / block.key_values

@@ -455,7 +455,7 @@ def cost_table(
     kept_values = 2 * a.kv_size_on(tp)
     surcharges: dict[Recompute, PieceSurcharge] = {}
     for kind, samples in profile.pieces.items():
-        cut = [one.beside(grids[kind, "encoder"], profile.packed.get((kind, "encoder"))) for one in samples]
+        cut = [one.with_table_bytes(grids[kind, "encoder"], profile.packed.get((kind, "encoder"))) for one in samples]
         surcharges[kind] = PieceSurcharge.fit(cut, kept_values, value_bytes)
     return CostTable(
         grids=grids,

@@ -80,17 +80,17 @@ class CostTable(CostModel):
     `grids[recompute, kind]` has the columns `COLUMNS` (postprocess, the LM head: the two times at least) over the axes
     rows and encoder_len (the head: rows and output length), for decoder layers rows, encoder_len and decoder_len. A
     decoder-only model has encoder layers only; an encoder-decoder has `num_layers` of each, encoder first, or
-    `num_decoder_layers` of the decoder's where that is not 0. With a column "weight_ms" in the grids of layers, W of a
+    `num_decoder_layers` of the decoder's if that is not 0. With a column "weight_ms" in the grids of layers, W of a
     split backward is as measured, else `split_w` of the backward.
 
     Grids and parameter bytes of "attention" and "mlp", of an encoder layer, price stages that are cut between the two.
     Parts of a head over pipeline ranks take their share of the measured head (`values_with_spread_head`).
 
-    `packed_layers`: bytes of a layer on packed rows, where they are above those of the padded shape; `packed_bytes`, of
+    `packed_layers`: bytes of a layer on packed rows, if they are above those of the padded shape; `packed_bytes`, of
     older tables: stored bytes of packed rows over those of the padded shape, by recomputation (else 1). `once_bytes`:
-    for each encoder position, what the stage where the encoder ends stores beside its layers ("encoder"), and what
-    every stage with decoder layers does ("decoder"; else 0).
-    `state_parts`: bytes of states for each byte of parameters, on every replica and divided over replicas.
+    for each encoder position, what the stage where the encoder ends stores in addition to its layers ("encoder"), and
+    what every stage with decoder layers does ("decoder"; else 0). `state_parts`: bytes of states for each byte of
+    parameters, on every replica and divided over replicas.
 
     A message takes `comm_latency_us` and its bytes at `comm_gbps` between any two ranks or, given `links`, what the
     link of its boundary takes.
@@ -102,11 +102,11 @@ class CostTable(CostModel):
     was not measured, it is priced by the next smaller measured number of rows, in proportion. A piece of a long sample
     is a document of such a row and takes what `pieces` adds; without them it has no price.
 
-    At a width of the topology above 1 a rank of a block takes its share of the time of whole rows: rows of its share of
-    positions were measured, but attend to less. What attention exchanges comes on top: `blocks` of the widths that were
-    measured say how long that takes, and what slices take beyond their share; other widths then have no price. Without
-    any it is counted over `links` (without them, `comm_gbps`). Bytes are the larger of a share of the whole row's and
-    those of a row of a share of positions.
+    At a context-parallel degree above 1 a rank takes its share of the time of whole rows: rows of its share of
+    positions were measured, but attend to less. What attention exchanges comes on top: `blocks` of the degrees that
+    were measured say how long that takes, and what slices take beyond their share; other degrees then have no price.
+    Without any it is counted over `links` (without them, `comm_gbps`). Bytes are the larger of a share of the full
+    row's bytes and a shorter row's bytes.
     """
 
     grids: Mapping[tuple[Recompute, LayerKind], Grid]
@@ -127,7 +127,7 @@ class CostTable(CostModel):
     once_bytes: Mapping[LayerKind, float] = field(default_factory=dict)
     value_bytes: int = VALUE_BYTES  # of what crosses stage boundaries
     pieces: PieceSurcharges | None = None
-    blocks: Mapping[int, MeasuredBlock] = field(default_factory=dict)  # by width, above 1
+    blocks: Mapping[int, MeasuredBlock] = field(default_factory=dict)  # by context-parallel degree, above 1
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,8 +166,8 @@ class CostTable(CostModel):
         if width not in (self.facts.priced_widths or (width,)):
             widths = ", ".join(map(str, self.blocks))
             raise ConfigError(
-                f"blocks of width {width} have no price: this cost table has those of {widths}: take one of these, or"
-                f" measure (dynapipe profile --widths {width})"
+                f"context-parallel degree {width} has no price: this cost table has those of {widths}: take one of"
+                f" these, or measure (dynapipe profile --widths {width})"
             )
 
     @property
@@ -180,7 +180,7 @@ class CostTable(CostModel):
 
     @property
     def facts(self) -> ModelFacts:
-        """What replicas issue is unknown: layers were measured, not how replicas share them."""
+        """Capabilities of the table. What replicas issue is unknown: only layers were measured."""
         dtype, first = DTYPE_OF_WIDTH[self.value_bytes], first_decoder_stage(self.stage_layers())
         described = self.provenance.get("model")
         sizes = dict(described) if isinstance(described, Mapping) else {}
@@ -216,7 +216,7 @@ class CostTable(CostModel):
 
     @property
     def kinds(self) -> tuple[Recompute, ...]:
-        """Those, and the same with a chunked head if that was measured."""
+        """Priced recomputation modes: the measured ones, and those with a chunked head if that was measured."""
         return self.recomputes + (with_sliced_head(self.recomputes) if SLICED_HEAD in self.grids else ())
 
     def stage_layers(self) -> list[tuple[int, int]]:
@@ -245,7 +245,7 @@ class CostTable(CostModel):
         return replace(self, topology=topology), topology
 
     def at_width(self, width: int) -> CostTable:
-        """Raises ConfigError for tables that do not say which heads were measured (DynaPipe's, older ones)."""
+        """Return the costs at a degree. Raises ConfigError for tables without the sizes of heads."""
         return replace(self, topology=self.topology.at_width(width))
 
     @property
@@ -264,7 +264,7 @@ class CostTable(CostModel):
         return replace(self, state_parts=(whole + EXACT_SUM_BYTES / value_bytes, divided))
 
     def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> TablePoints:
-        """Times at all measured points, for bounds over all plans."""
+        """Return the times at all measured points, for bounds over all plans."""
         return table_points(self, stage_ranks, split, least)
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
@@ -459,7 +459,7 @@ class CostTable(CostModel):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> CostTable:
-        """Return the table that `to_json` wrote. Raises DataError for what is no table, or one of another version."""
+        """Return the table that `to_json` wrote. Raises DataError for other content and versions."""
         if raw.get("format") != FORMAT:
             raise DataError(
                 f"cost table has format {raw.get('format')!r} but this version reads {FORMAT!r}: measure again"
@@ -508,7 +508,7 @@ class CostTable(CostModel):
         """Return the table of `model` in the CSV form of DynaPipe's published A100 measurements, at the topology's tp.
 
         Attention and MLP were not measured apart: they have their parts of a layer by their FLOPs (`grids_of_halves`).
-        Their peaks are those of forwards: working bytes count in F alone, as in their own planner.
+        Their peaks are those of forwards: working bytes count in F only, as in their own planner.
         """
         hidden_size = hidden_size or hidden_size_of(model)
         grids, parameter_bytes = read_layers(Path(directory), model, topology.tp, hidden_size)

@@ -36,7 +36,7 @@ class TokenCosts(CostModel):
     Recomputation "full" adds one F to B and stores nothing but a tenth; "selective" adds the b part and stores half;
     "stage" adds one F and stores what is transferred.
 
-    At a `width` above 1 each of so many ranks has its share of tokens and squares. What they exchange is `width_tax`
+    At a `width` above 1 each of that many ranks has its share of tokens and squares. What they exchange is `width_tax`
     of that work.
 
     Without an overhead, any padding would cost more than another micro-batch, and plans would be of single samples. The
@@ -78,7 +78,7 @@ class TokenCosts(CostModel):
 
     @property
     def facts(self) -> ModelFacts:
-        """Messages are of 2-byte values, with both sides of a sample; for odd bytes a token, and for none, they are
+        """Messages are of 2-byte values, with both sides of a sample; for odd bytes per token, and for none, they are
         unknown. Keys and values of pieces are among the bytes of their tokens."""
         hidden_size, odd = divmod(self.transfer_bytes_per_token, 2)
         is_whole = hidden_size and not odd

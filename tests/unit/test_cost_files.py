@@ -81,7 +81,7 @@ def test_a_changed_value_is_priced_or_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda raw: raw["grids"][2].update(layer="x"), "the grid of 'x' under recompute 'none' is of no layer"),
+        (lambda raw: raw["grids"][2].update(layer="x"), "the grid of 'x' under recompute 'none' is not of a layer"),
         (lambda raw: raw["grids"][0]["columns"].pop("stored_mb"), "has no column stored_mb"),
         (lambda raw: raw["grids"][0]["columns"].update(y=raw["grids"][0]["columns"]["peak_mb"]), "has a column 'y'"),
         (lambda raw: raw.update(num_layers=10**30), "num_layers is 1000.* but must be an integer"),

@@ -181,7 +181,7 @@ def test_two_sides_are_divided_over_joined_ranks_in_all_but_weights(recompute: A
 
 def test_a_width_that_does_not_divide_the_heads_of_two_sides_is_refused_and_no_step_tries_it() -> None:
     assert T5.facts.priced_widths == (1, 2, 4)
-    with pytest.raises(ConfigError, match=r"width 8 does not divide the 4 heads .* take one of 1, 2, 4"):
+    with pytest.raises(ConfigError, match=r"degree 8 does not divide the 4 heads .* take one of 1, 2, 4"):
         T5.at_width(8)
     again = cost_model_from_json(cost_model_to_json(T5.at_width(2)))
     assert again == T5.at_width(2)

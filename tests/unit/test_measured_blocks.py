@@ -98,7 +98,7 @@ def test_pieces_of_a_block_have_the_tax_too() -> None:
 
 
 def test_widths_that_were_not_measured_are_refused_with_the_command_that_measures_them() -> None:
-    says = r"width 16 have no price: this cost table has those of 2, 4, 8: .*dynapipe profile --widths 16"
+    says = r"degree 16 has no price: this cost table has those of 2, 4, 8: .*dynapipe profile --widths 16"
     with pytest.raises(ConfigError, match=says):
         table().at_width(16)
     assert table(blocks={}).at_width(16).facts.priced_widths is None
