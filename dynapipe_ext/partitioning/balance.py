@@ -16,12 +16,12 @@ _BOTH_WAYS = 128  # items up to which the largest differencing method is tried a
 def assign_replicas(
     costs_ns: Sequence[int], num_replicas: int, *, equal_counts: bool = False, seed: int = 0
 ) -> list[list[int]]:
-    """Indices of the micro-batches of each replica, in the given order within each.
+    """Return the indices of the micro-batches of each replica, in the given order within each.
 
-    Longest processing time first (Graham 1969: at most 4/3 - 1/(3m) of the optimum; the largest differencing method of
-    Karmarkar and Karp 1982 where that is better), then exchanges between the most and the least loaded replica while
-    these come closer. Counts differ freely unless `equal_counts`; no replica is empty. The result is a
-    function of the arguments; `seed` rotates which replica gets the heaviest, for steps to take turns.
+    Longest processing time first (Graham 1969: at most 4/3 - 1/(3m) of the optimum), or the largest differencing method
+    of Karmarkar and Karp (1982) if that is better. Then the most and the least loaded replica exchange micro-batches
+    while they come closer. Counts differ freely unless `equal_counts`; no replica is empty. The result is a function of
+    the arguments; `seed` rotates which replica gets the heaviest, for steps to take turns.
 
     Raises PlanError for fewer micro-batches than replicas, and a number that does not divide under `equal_counts`.
 
@@ -29,21 +29,6 @@ def assign_replicas(
     [[0, 3, 5], [1, 2, 4]]
     """
     count = len(costs_ns)
-    _check(costs_ns, num_replicas, equal_counts)
-    groups = _longest_first(costs_ns, num_replicas, count // num_replicas if equal_counts else count)
-    if num_replicas > 1:
-        groups = _exchange(groups, costs_ns, equal_counts=equal_counts)
-        if count <= _BOTH_WAYS and not equal_counts:
-            other = _exchange(karmarkar_karp(costs_ns, num_replicas), costs_ns)
-            groups = min(groups, other, key=lambda one: _largest(one, costs_ns))
-    shift = seed % num_replicas
-    return [sorted(group) for group in groups[-shift:] + groups[:-shift]] if shift else [sorted(g) for g in groups]
-
-
-def _check(costs: Sequence[int], num_replicas: int, equal_counts: bool) -> None:
-    count = len(costs)
-    if num_replicas < 1:
-        raise PlanError(f"num_replicas is {num_replicas} but must be at least 1")
     if count < num_replicas:
         raise PlanError(
             f"{count} micro-batches cannot feed {num_replicas} replicas: split the batch further or enlarge it"
@@ -53,11 +38,19 @@ def _check(costs: Sequence[int], num_replicas: int, equal_counts: bool) -> None:
             f"{count} micro-batches do not divide over {num_replicas} replicas of equal counts:"
             f" split the batch into {-(-count // num_replicas) * num_replicas}"
         )
-    if min(costs) < 0:
-        raise PlanError(f"micro-batch {min(range(count), key=lambda i: costs[i])} has a negative cost")
+    if min(costs_ns) < 0:
+        raise PlanError(f"micro-batch {costs_ns.index(min(costs_ns))} has a negative cost: check the cost model")
+    groups = _deal_longest_first(costs_ns, num_replicas, count // num_replicas if equal_counts else count)
+    if num_replicas > 1:
+        groups = _exchange(groups, costs_ns, equal_counts=equal_counts)
+        if count <= _BOTH_WAYS and not equal_counts:
+            other = _exchange(karmarkar_karp(costs_ns, num_replicas), costs_ns)
+            groups = min(groups, other, key=lambda one: max(sum(costs_ns[i] for i in group) for group in one))
+    shift = seed % num_replicas
+    return [sorted(group) for group in groups[-shift:] + groups[:-shift]]
 
 
-def _longest_first(costs: Sequence[int], num_groups: int, most_items: int) -> list[list[int]]:
+def _deal_longest_first(costs: Sequence[int], num_groups: int, most_items: int) -> list[list[int]]:
     """Put each item, largest first, into the group of least load that has fewer than `most_items`; every group gets one
     of the first items."""
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
@@ -101,34 +94,25 @@ def _exchange(groups: list[list[int]], costs: Sequence[int], *, equal_counts: bo
     return groups
 
 
-def _largest(groups: Sequence[Sequence[int]], costs: Sequence[int]) -> int:
-    return max(sum(costs[i] for i in group) for group in groups)
-
-
-def karmarkar_karp(costs: Sequence[int], num_groups: int, *, equal_counts: bool = False) -> list[list[int]]:
-    """Indices in `num_groups` groups by the largest differencing method; none is empty given enough items.
+def karmarkar_karp(
+    costs: Sequence[int], num_groups: int, starts: Sequence[Sequence[int]] | None = None
+) -> list[list[int]]:
+    """Return indices in `num_groups` groups by the largest differencing method; none is empty given enough items.
 
     Partial partitions are merged, the two of largest spread first, the heaviest group of one with the lightest of the
-    other. Under `equal_counts` the first partial partitions hold one item a group, of neighbours in cost.
-
-    Raises PlanError under `equal_counts` for a number of items that does not divide.
+    other. The first ones hold the items of `starts`, the heaviest first, each in a group of its own (default: one item
+    each).
 
     >>> karmarkar_karp([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
-    >>> karmarkar_karp([9, 1, 1, 1], 2), karmarkar_karp([9, 1, 1, 1], 2, equal_counts=True)
+    >>> karmarkar_karp([9, 1, 1, 1], 2), karmarkar_karp([9, 1, 1, 1], 2, [[0, 1], [2, 3]])
     ([[0], [1, 2, 3]], [[0, 3], [1, 2]])
     """
-    Groups = list[tuple[int, list[int]]]  # (load, items), heaviest first
-    starts: list[Groups] = [[(cost, [i])] + [(0, [])] * (num_groups - 1) for i, cost in enumerate(costs)]
-    if equal_counts:
-        if len(costs) % num_groups:
-            raise PlanError(
-                f"{len(costs)} items do not divide into {num_groups} groups of equal counts: let counts differ"
-            )
-        order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-        rows = [order[at : at + num_groups] for at in range(0, len(order), num_groups)]
-        starts = [[(costs[i], [i]) for i in row] for row in rows]
-    heap = [(groups[-1][0] - groups[0][0], number, groups) for number, groups in enumerate(starts)]
+    partitions: list[list[tuple[int, list[int]]]] = [  # of (load, items), heaviest first
+        [(costs[i], [i]) for i in items] + [(0, [])] * (num_groups - len(items))
+        for items in (starts if starts is not None else [[i] for i in range(len(costs))])
+    ]
+    heap = [(groups[-1][0] - groups[0][0], number, groups) for number, groups in enumerate(partitions)]
     heapq.heapify(heap)
     number = len(heap)
     while len(heap) > 1:

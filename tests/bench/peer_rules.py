@@ -83,7 +83,7 @@ def verl_rule(
         )
     work = [VERL_TOKEN_WORK * s.tokens + s.tokens**2 for s in samples]
     busy = min(dp, len(samples))
-    shares = karmarkar_karp(work, busy, equal_counts=len(samples) % busy == 0)
+    shares = karmarkar_karp(work, busy, _in_rows(work, busy) if len(samples) % busy == 0 else None)
     count = max(-(-sum(samples[i].tokens for i in share) // max_tokens) for share in shares)
     replicas: Replicas = []
     for share in shares:
@@ -111,7 +111,8 @@ def slime_rule(
     _check(samples)
     rows = _first_fit(samples, max_tokens, longest_first)
     _make_divisible(rows, dp)
-    shares = karmarkar_karp([sum(s.tokens for s in row) for row in rows], dp, equal_counts=True)
+    tokens = [sum(s.tokens for s in row) for row in rows]
+    shares = karmarkar_karp(tokens, dp, _in_rows(tokens, dp))
     micro_batches = [MicroBatch(tuple(row), "packed", recompute, pad_multiple=pad_multiple) for row in rows]
     return [[micro_batches[i] for i in share] for share in shares]
 
@@ -135,6 +136,12 @@ def nemo_rl_rule(
         rows.sort(key=lambda row: -sum(s.tokens for s in row))
     micro_batches = [MicroBatch(tuple(row), "packed", recompute, pad_multiple=pad_multiple) for row in rows]
     return [micro_batches[rank::dp] for rank in range(dp)]
+
+
+def _in_rows(costs: Sequence[int], num_groups: int) -> list[list[int]]:
+    """Return neighbours in cost, one for each group: groups that start with them end with equal counts."""
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    return [order[at : at + num_groups] for at in range(0, len(order), num_groups)]
 
 
 def _first_fit(samples: Sequence[SampleLength], room: int, longest_first: bool) -> list[list[SampleLength]]:
