@@ -47,13 +47,14 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that are allowed, beside or instead of numbers; none where any is."""
+        """The allowed words, next to or instead of numbers; empty if any value is allowed."""
         kinds = get_args(self.kind) if _origin(self.kind) in (UnionType, Union) else (self.kind,)
         return tuple(word for kind in kinds if _origin(kind) is Literal for word in get_args(kind))
 
     @property
     def bounds(self) -> str:
-        """
+        """The bounds in words.
+
         >>> Setting(name="steps", kind=int, default=1, at_least=1, at_most=65536).bounds
         'at least 1 and at most 65,536'
         """
@@ -64,9 +65,9 @@ class Setting:
         return " and ".join(filter(None, (least, above, most, below)))
 
     def checked(self, value: Any, where: str = "") -> Any:
-        """The value, of the declared type: integers pass for floats, lists for tuples.
+        """Return the value in the declared type: integers pass for floats, lists for tuples.
 
-        Errors: ConfigError with `where`, name, value, and the type, choices or bounds that it breaks.
+        Raises ConfigError with `where`, name, value, and the type, choices or bounds that it breaks.
         """
         subject = f"{where}{self.name} is {short(value)}"
         if self.choices:
@@ -113,7 +114,7 @@ class Setting:
 
     @property
     def flag_options(self) -> dict[str, Any]:
-        """What argparse's `add_argument` takes for the flag; one that is left out leaves None."""
+        """The keywords of argparse's `add_argument` for the flag; a flag that is left out leaves None."""
         if self.kind is bool:
             return {"action": "store_true", "default": None}
         options: dict[str, Any] = {"default": None}
@@ -129,29 +130,29 @@ class Setting:
 
 
 def _refuse_nul(value: object, subject: str) -> None:
-    """Refuse a text that no path, address or argument of a program can hold. Raises ConfigError."""
+    """Reject a text that no path, address or argument of a program can hold. Raises ConfigError."""
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{subject} but must not hold the character NUL (\\0): leave it out")
 
 
 def _origin(kind: object) -> object:
-    """`Literal` of `Literal["a", "b"]`, `tuple` of `tuple[int, ...]`; None of a class."""
+    """Return `Literal` for `Literal["a", "b"]`, `tuple` for `tuple[int, ...]` and None for a class."""
     return get_origin(kind)
 
 
 def setting(default: Value, flag: str = "", help: str = "", metavar: str = "", **declared: Any) -> Value:
-    """Declares a field of a dataclass as a setting; `declared` are other fields of `Setting`."""
+    """Declare a field of a dataclass as a setting; `declared` are other fields of `Setting`."""
     return field(default=default, metadata={"flag": flag, "help": help, "metavar": metavar, **declared})
 
 
 def with_default(owner: type, name: str, default: Value) -> Value:
-    """Declares an inherited setting again, with another default alone."""
+    """Declare an inherited setting again, with only another default."""
     return field(default=default, metadata=next(f for f in fields(owner) if f.name == name).metadata)
 
 
 @cache
 def declared(owner: type) -> Mapping[str, Setting]:
-    """The settings of a dataclass by name; its other fields are none."""
+    """List the settings of a dataclass by name, without its other fields."""
     kinds = get_type_hints(owner)
     settings = [f for f in fields(owner) if f.metadata]
     assert all(f.default is not MISSING for f in settings)
@@ -159,13 +160,13 @@ def declared(owner: type) -> Mapping[str, Setting]:
 
 
 def check_declared(values: Any, where: str = "") -> None:
-    """Refuse a dataclass with a setting of another type or out of bounds. Errors: ConfigError."""
+    """Reject a dataclass with a setting of another type or out of bounds. Raises ConfigError."""
     for name, one in declared(values.__class__).items():
         one.checked(getattr(values, name), where)
 
 
 def dtype(text: str) -> str:
-    """A type of weights by torch's name or the short one.
+    """Return torch's name of a type of weights.
 
     >>> dtype("bf16"), dtype("float16")
     ('bfloat16', 'float16')
@@ -174,7 +175,7 @@ def dtype(text: str) -> str:
 
 
 def layer_counts(text: str) -> tuple[float, ...]:
-    """Numbers of layers with commas, whole or in halves. On a command line spaces do as well.
+    """Parse numbers of layers with commas, in whole or half layers. On a command line spaces do as well.
 
     >>> layer_counts("8.5,8, 8.5,7")
     (8.5, 8, 8.5, 7)

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 Tables = dict[str, dict[str, Any]]
 
 _ADAM = ("adam", "adamw")
-_OF_TORCH = (*_ADAM, "adagrad", "sgd")  # what DeepSpeed computes by torch alone, without a compiler
+_OF_TORCH = (*_ADAM, "adagrad", "sgd")  # what DeepSpeed computes by torch, without a compiler
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _FOREIGN = {  # sections that change what a step is or what it trains on, with what to do instead
     "fp16": "take bf16 or fp32",
@@ -34,7 +34,7 @@ _FOREIGN = {  # sections that change what a step is or what it trains on, with w
     "progressive_layer_drop": "train all layers",
 }
 _SECTIONS = ("optimizer", "scheduler", "zero_optimization", "bf16", "tensor_parallel", "checkpoint")
-_MISSPELT = 0.85  # share of letters in common: no two names that DeepSpeed knows have as many
+_MISSPELT = 0.85  # share of characters in common: no two names that DeepSpeed knows have as many
 _LEAST_PRINTED = 1 << 30  # steps between DeepSpeed's own lines, where the file names none
 
 
@@ -47,7 +47,7 @@ class EngineConfig:
 
 
 def read_deepspeed_config(path: str | Path) -> Json:
-    """The file as it is. Errors: ConfigError for what is no such file, or says what no run here can do."""
+    """Read the file as it is. Raises ConfigError for another file, or for one that asks for what runs cannot do."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -57,7 +57,7 @@ def read_deepspeed_config(path: str | Path) -> Json:
     for name in raw:
         for near_name in get_close_matches(name, (*_SECTIONS, *_FOREIGN, "gradient_clipping"), n=1, cutoff=_MISSPELT):
             if name != near_name:
-                raise ConfigError(f"{path}: {name} is no name that DeepSpeed reads: did you mean {near_name}?")
+                raise ConfigError(f"{path}: {name} is unknown to DeepSpeed: did you mean {near_name}?")
     if "bfloat16" in raw:
         raise ConfigError(f"{path}: bfloat16 is the old name of a section: write bf16")
     for name in (*_SECTIONS, *_FOREIGN):
@@ -74,12 +74,12 @@ def read_deepspeed_config(path: str | Path) -> Json:
 
 
 def _refuse_misfits(raw: Json, path: str | Path) -> None:
-    """Errors: ConfigError for values that settings are read from and that are of another kind."""
+    """Reject values of another kind that settings are read from. Raises ConfigError."""
     for name in ("optimizer", "scheduler"):
         if not isinstance(params := raw.get(name, {}).get("params", {}), dict):
             raise ConfigError(f"{path}: {name}.params is {short(params)} but must be an object")
         if unread := raw.get(name, {}).keys() - {"type", "params", "legacy_fusion"}:  # DeepSpeed ignores such
-            raise ConfigError(f"{path}: {name}.{min(unread)} is no name that DeepSpeed reads: write type and params")
+            raise ConfigError(f"{path}: {name}.{min(unread)} is unknown to DeepSpeed: write type and params")
     parameters = raw.get("optimizer", {}).get("params", {})
     values = {f"optimizer.params.{name}": parameters.get(name, "auto") for name in ("lr", "weight_decay")}
     values |= {name: raw.get(name, "auto") for name in ("gradient_clipping", "steps_per_print")}
@@ -97,7 +97,7 @@ def _refuse_misfits(raw: Json, path: str | Path) -> None:
 
 
 def with_decided(tables: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """The tables, with what their DeepSpeed configuration decides and they do not set themselves."""
+    """Return the tables with what their DeepSpeed configuration decides and they do not set themselves."""
     path = tables.get("deepspeed", {}).get("config")
     if not path or not isinstance(path, str):
         return tables
@@ -110,7 +110,8 @@ def with_read(settings: DeepSpeedSettings) -> DeepSpeedSettings:
 
 
 def zero_stage(raw: Mapping[str, Any], path: str | Path = "ds_config") -> ZeroStage:
-    """
+    """Return the ZeRO stage of a configuration. Raises ConfigError.
+
     >>> zero_stage({"zero_optimization": {"stage": 2}}), zero_stage({})
     (2, 0)
     """
@@ -122,7 +123,8 @@ def zero_stage(raw: Mapping[str, Any], path: str | Path = "ds_config") -> ZeroSt
 
 
 def settings_in(raw: Mapping[str, Any]) -> Tables:
-    """What the file decides, as settings. Of the optimizer only what it names; without clipping there, none.
+    """Return what the file decides, as settings. It decides only the optimizer's values that it names, and no clipping
+    if it has none.
 
     >>> tables = settings_in({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
     >>> tables["model"]["dtype"], tables["optimizer"]["lr"], tables["optimizer"]["clip_grad"]
@@ -154,10 +156,10 @@ def engine_config(
     num_replicas: int,
     compiles: bool,
 ) -> EngineConfig:
-    """What `deepspeed.initialize` takes for a run of these settings.
+    """Make the configuration that `deepspeed.initialize` takes for a run of these settings.
 
     `compiles`: DeepSpeed may compile kernels as it starts, as it does for its own Adam; else torch's takes their place.
-    Errors: ConfigError for an optimizer that needs a compiler where there is none.
+    Raises ConfigError for an optimizer that needs a compiler if there is not one.
     """
     zero = dict(raw.get("zero_optimization", {})) | {"stage": zero_stage(raw)}
     sizes = {"reduce_bucket_size": hidden_size**2, "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2)}
@@ -215,7 +217,7 @@ def _scheduler(section: Mapping[str, Any], settings: OptimizerSettings, num_step
 
 
 def _without_auto(config: Json) -> Json:
-    """The configuration without values "auto", for which DeepSpeed then takes its defaults."""
+    """Return the configuration without values "auto", for which DeepSpeed then takes its defaults."""
     inner = {k: _without_auto(v) if isinstance(v, dict) else v for k, v in config.items()}
     return {name: value for name, value in inner.items() if value != "auto"}
 

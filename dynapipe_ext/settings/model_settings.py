@@ -1,6 +1,6 @@
-"""What the settings name: the sizes of a published model, and the layers beside which adapters (LoRA) train.
+"""The sizes of the published model that settings name, and the layers to which adapters (LoRA) are attached.
 
-Only adapters need torch here: the layers that they stand beside are read off the model, without memory.
+Only adapters need torch here: their layers are read off the model, without memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ ALL_LINEAR = "all-linear"
 def with_described(
     model: ModelSettings, changes: Mapping[str, Any], where: str, *, adapts: bool = False
 ) -> ModelSettings:
-    """The settings with the sizes of the model that `architecture` names. With adapters "auto" is transformers.
+    """Return the settings with the sizes of the model that `architecture` names. With adapters "auto" is transformers.
 
-    Errors: ConfigError for a size in `changes`, the settings of a file or of flags, that contradicts the model.
+    Raises ConfigError for a size in `changes`, the settings of a file or of flags, that contradicts the model.
     """
     if not model.architecture:
         sizes: dict[str, Any] = {}
@@ -63,9 +63,9 @@ def _refuse_contradiction(
 
 
 def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> LoraSettings:
-    """The settings with the layers that they adapt; the model is one that transformers computes.
+    """Return the settings with the layers that they adapt; transformers computes the model.
 
-    Errors: ConfigError for layers that the model does not have, and for settings of adapters without `enabled`.
+    Raises ConfigError for layers that the model does not have, and for settings of adapters without `enabled`.
     """
     at = f"{where}: [lora]"
     if not settings.enabled:
@@ -92,13 +92,13 @@ def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> Lo
         if not any(layer.answers_to(target) for layer in layers):
             raise ConfigError(
                 f"{at} target_modules names {target!r}, which no block of {model.architecture} ({kind}) has: choose"
-                f" from {', '.join(names)}, or {ALL_LINEAR} alone{did_you_mean(target, names)}"
+                f" from {', '.join(names)}, or only {ALL_LINEAR}{did_you_mean(target, names)}"
             )
     adapted = tuple(layer for layer in layers if any(layer.answers_to(target) for target in targets))
     return replace(settings, described=adapted)
 
 
-# What peft adapts where nobody says what (its TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING), by model_type.
+# What peft adapts by default (its TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING), by model_type.
 _USUAL_TARGETS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
     **dict.fromkeys(("bloom", "falcon", "gpt_neox"), ("query_key_value",)),
@@ -111,7 +111,7 @@ _USUAL = ("q_proj", "v_proj")  # of nearly all others
 
 
 def _linear_layers(model: str) -> tuple[LinearLayer, ...]:
-    """Those of the model's blocks, as its modules have them. Errors: ConfigError."""
+    """List the linear layers of the model's blocks, as its modules have them. Raises ConfigError."""
     return _layers_of_text(model, config_file(model).read_text(encoding="utf-8"))
 
 
@@ -121,7 +121,7 @@ def _layers_of_text(model: str, _text: str) -> tuple[LinearLayer, ...]:
 
 
 def _usual_targets(kind: str, layers: Sequence[LinearLayer]) -> tuple[str, ...]:
-    """What peft adapts of the family; of one that it does not know queries and values, as of most that it does. None
-    where the layers have no such names."""
+    """List what peft adapts in the family; in an unknown family queries and values, as in most. Empty if the layers
+    have no such names."""
     usual = _USUAL_TARGETS.get(kind, _USUAL)
     return usual if all(any(layer.answers_to(target) for layer in layers) for target in usual) else ()

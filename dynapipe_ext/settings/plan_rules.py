@@ -1,4 +1,4 @@
-"""The rules of a plan: all that decides how a batch is cut and scheduled, beside topology, costs, memory and seed.
+"""The rules of a plan: what decides how a batch is cut and scheduled, next to topology, costs, memory and seed.
 
 Also the names of schedules, and the placements under which they run.
 """
@@ -23,7 +23,7 @@ _MOST_PIECE = 1 << 31
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRules:
     """The one declaration of these rules. A `Planner`, the [plan] table of a run and the drop-in's settings are plan
-    rules with fields of their own beside them.
+    rules with more fields of their own.
 
     `layout`: samples of a micro-batch are rows padded to the longest, or documents end to end in one row. A
     `split_policy` other than "dynapipe-ext" splits batches as a peer does, for comparisons, and at its best: sizes that
@@ -34,21 +34,21 @@ class PlanRules:
     does and ends no worse; for packed rows from 8,000 on, as a smaller one begins from fewer numbers of rows.
 
     `split_backward` runs backwards as I and W under the adaptive schedule. `recompute` "auto" chooses for each
-    micro-batch, and "stage" for samples in pieces alone: others that do not fit with "full" do not fit with "stage"
-    either. Where it would recompute or nothing fits, it also tries the kinds with "head", whose logits are never whole.
+    micro-batch, and "stage" only for samples in pieces: whole samples that do not fit with "full" do not fit with
+    "stage" either. If it would recompute or nothing fits, it also tries the kinds with "head", a chunked head.
     `replica_counts` "equal" gives every replica as many micro-batches; runs
     decide it by what replicas do together. `pieces` cuts samples of more tokens than that,
     and runs their pieces one after another ("carried" attention); "auto" does so where the step is predicted to end
     earlier. With `noise` the search judges an order by its mean makespan over times that are drawn evenly from
-    1 - noise to 1 + noise of the predicted ones; predictions and bounds stay those of the predicted times.
+    1 - noise to 1 + noise of the predicted ones. Predictions and bounds stay those of the predicted times.
     """
 
-    layout: Layout = setting("padded", "--layout", "of micro-batches")
-    schedule: ScheduleName = setting("adaptive", "--schedule", "of the pipeline")
+    layout: Layout = setting("padded", "--layout", "layout of micro-batches")
+    schedule: ScheduleName = setting("adaptive", "--schedule", "schedule of the pipeline")
     split_policy: SplitPolicy = setting("dynapipe-ext")
     pad_multiple: int = setting(8, "--pad-multiple", "rows are rounded up to it", at_least=1, at_most=1 << 24)
     max_tokens: int = setting(
-        0, "--max-tokens", "most positions of a micro-batch; 0: as memory allows", at_least=0, at_most=1 << 40
+        0, "--max-tokens", "maximum positions of a micro-batch (0: as memory allows)", at_least=0, at_most=1 << 40
     )
     effort: int = setting(8000, "--effort", "moves tried by the search", at_least=0, at_most=10**9)
     split_backward: bool = setting(False, "--split-backward", "run B as I and W")
@@ -58,7 +58,7 @@ class PlanRules:
     pieces: Pieces = setting(
         "off",
         "--pieces",
-        "run samples of more than N tokens in pieces; auto: where that is faster",
+        "run samples of more than N tokens in pieces (auto: if that is faster)",
         "auto|off|N",
         parse=number_or_word,
     )
@@ -76,14 +76,14 @@ class PlanRules:
         return self.split_backward or self.schedule in SPLIT_SCHEDULES
 
     def as_keywords(self) -> dict[str, Any]:
-        """The rules alone, to hold them whole in another class: `Planner(topology, costs, limit, **...)`."""
+        """Return only the rules, to hold all of them in another class: `Planner(topology, costs, limit, **...)`."""
         return {f.name: getattr(self, f.name) for f in fields(PlanRules)}
 
 
 def check_rules(rules: PlanRules, where: str = "", *, counts_may_be_free: bool = False) -> None:
-    """Refuse rules of another type, out of bounds, or that do not go together. Errors: ConfigError.
+    """Reject rules of another type, out of bounds, or that do not go together. Raises ConfigError.
 
-    `counts_may_be_free`: in steps of some width, whatever `replica_counts` says of replicas that meet.
+    `counts_may_be_free`: in steps of some context-parallel degree, whatever `replica_counts` is.
     """
     check_declared(rules, where)
     if rules.split_backward and rules.schedule != "adaptive":
@@ -105,7 +105,7 @@ def check_rules(rules: PlanRules, where: str = "", *, counts_may_be_free: bool =
 
 
 def _check_pieces(rules: PlanRules, where: str, *, counts_are_free: bool) -> None:
-    """Refuse pieces beside rules that have none."""
+    """Reject pieces with rules that do not cut samples."""
     pieces = rules.pieces
     if pieces != "auto" and not rules.pad_multiple <= int(pieces) <= _MOST_PIECE:
         raise ConfigError(
@@ -128,7 +128,7 @@ def _check_pieces(rules: PlanRules, where: str, *, counts_are_free: bool) -> Non
 
 
 def own_placement(schedule: ScheduleName) -> PlacementName:
-    """The placement under which a schedule runs where none is named.
+    """Return the placement under which a schedule runs by default.
 
     >>> own_placement("zb-v"), own_placement("adaptive")
     ('v', 'linear')
@@ -143,7 +143,7 @@ def own_placement(schedule: ScheduleName) -> PlacementName:
 
 
 def check_placed(schedule: ScheduleName, topology: Topology, where: str = "") -> None:
-    """Refuse stages on other ranks than the schedule has them; the adaptive one takes any. Errors: ConfigError."""
+    """Reject stages on other ranks than the schedule has them; the adaptive one accepts any. Raises ConfigError."""
     placement, needed = topology.placement_name, own_placement(schedule)
     if schedule == "adaptive":
         return

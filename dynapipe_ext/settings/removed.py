@@ -42,7 +42,7 @@ _REMOVED = {name: successor for names, successor in _SUCCESSORS.items() for name
 
 
 def refuse_removed(names: Iterable[str], where: str = "") -> None:
-    """Raises ConfigError for a flag, or a key like "[run] steps", that an earlier version had, with its successor."""
+    """Reject a flag, or a key like "[run] steps", that an earlier version had: ConfigError names its successor."""
     for name in names:
         if successor := _REMOVED.get(name, f"use {_RENAMED[name]}" if name in _RENAMED else ""):
             raise ConfigError(f"{where}{name} was removed: {successor}")

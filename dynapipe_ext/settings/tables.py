@@ -33,7 +33,7 @@ _MOMENTS = {"adagrad": 1, "lion": 1, "sgd": 0}  # of each parameter, by an optim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """How long the run is, and what it writes. `epochs` above 0 counts passes over the data and replaces `steps`. The
+    """The length of the run, and what it writes. `epochs` above 0 counts passes over the data and replaces `steps`. The
     figures of all ranks are gathered every `log_every` steps. An empty `run_dir` means a new directory under runs/,
     named by the time. The project of "wandb" (Weights & Biases) is named by WANDB_PROJECT. Each rank writes a log into
     `log_dir`; at level "debug" with every action as it ends, which synchronises accelerators. The plan of every step
@@ -41,7 +41,7 @@ class RunSettings:
 
     steps: int = setting(40, "--steps", "optimizer steps", at_least=1)
     epochs: float = setting(0.0, "--epochs", "passes over the data, instead of steps", "N", at_least=0, at_most=10_000)
-    seed: int = setting(0, "--seed", "of data order, weights and dropout", at_least=0)
+    seed: int = setting(0, "--seed", "seed of data order, weights and dropout", at_least=0)
     run_dir: str = setting("", "--run-dir", "report, traces, events (default: runs/ and the time)", "DIR")
     log_every: int = setting(1, at_least=1)
     loggers: tuple[str, ...] = setting((), "--loggers", "log to tensorboard or wandb, or both", "NAME")
@@ -75,24 +75,24 @@ class TopologySettings:
         at_most=1 << 20,
     )
     placement: Literal[PlacementChoice, ""] = setting(
-        "", "--placement", "of stages on ranks (default: the schedule's); auto: tried"
+        "", "--placement", "placement of stages on ranks (default: as the schedule needs; auto: try each on the data)"
     )
     layers_per_stage: tuple[float, ...] = setting(
-        (), "--layers-per-stage", "of each stage, like 8.5,8,7.5 (default: even)", "N,N,…", parse=layer_counts
+        (), "--layers-per-stage", "layers of each stage, like 8.5,8,7.5 (default: even)", "N,N,…", parse=layer_counts
     )
     vocabulary_parallel: VocabularyChoice = setting(
         "whole", "--vocabulary-parallel", "head: its rows over the pipeline ranks; both: embeddings, too; auto: tried"
     )
-    sequence_parallel: bool = setting(False, "--sequence-parallel", "over the tp ranks")
+    sequence_parallel: bool = setting(False, "--sequence-parallel", "cut norms and dropout over the tp ranks, too")
 
     @property
     def stages_per_rank(self) -> int | None:
-        """What `layers_per_stage` has for each rank; None without it, for the placement's usual number."""
+        """The stages of `layers_per_stage` per rank; None without it, for the placement's usual number."""
         return max(1, len(self.layers_per_stage) // self.pp) if self.layers_per_stage else None
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Those that a step may have."""
+        """The context-parallel degrees that a step may have."""
         return list_cp_degrees(self.dp) if self.context_parallel == "auto" else (self.context_parallel,)
 
     def __post_init__(self) -> None:
@@ -103,12 +103,12 @@ class TopologySettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """`architecture` names a published model: its config.json or folder, Megatron's arguments as JSON, or a preset. It
-    gives all sizes; only `max_seq_len` may be set beside it, to keep rows shorter. `described` holds those sizes; it is
-    read from the model and is no setting. `init_from` is the folder of a checkpoint with the first weights. A published
+    gives all sizes; only `max_seq_len` may be set with it, to keep rows shorter. `described` holds those sizes; it is
+    read from the model and not a setting. `init_from` is the folder of a checkpoint with the first weights. A published
     configuration without it trains only with `from_scratch`, from random weights; a preset, which has no weights, needs
-    neither. `backend` "auto" computes the model by megatron-core where that is possible, else by transformers, as for
-    adapters. `layer_pattern` is a file that names the modules of a model of transformers, where they cannot be derived;
-    `cut` is where the model is cut into stages, once that is proven, and no setting. `dropout` is the rate of all
+    neither. `backend` "auto" computes the model by megatron-core if that is possible, else by transformers, as for
+    adapters. `layer_pattern` is a file that names the modules of a transformers model, if they cannot be derived;
+    `cut` is where the model is cut into stages, once that is proven, and not a setting. `dropout` is the rate of all
     dropout in training; the rates in a config.json do not count.
 
     With `num_decoder_layers` the model is a T5 of these sizes, and its encoder has `num_layers`. `max_seq_len` then
@@ -138,14 +138,14 @@ class ModelSettings:
     bias: bool = setting(True)
     dropout: float = setting(0.0, at_least=0, below=1)
     dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "--dtype", "of weights (fp32, bf16 for short); their masters are fp32", parse=dtype
+        "float32", "--dtype", "type of weights (fp32, bf16 for short); master weights are fp32", parse=dtype
     )
     described: Architecture | None = None
     cut: ProvenCut | None = None
 
     @property
     def total_layers(self) -> int:
-        """Of encoder and decoder, or of a decoder alone: what stages are made of."""
+        """The number of layers in stages, of encoder and decoder."""
         return self.num_layers + self.num_decoder_layers
 
     @property
@@ -166,21 +166,23 @@ class LinearLayer:
     part_of_blocks: float = 1.0
 
     def answers_to(self, target: str) -> bool:
-        """As peft matches names: the whole name or its end."""
+        """Return whether peft matches the name: all of it or its end."""
         return self.name == target or self.name.endswith(f".{target}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """With `enabled`, adapters train instead of the model's weights; the names are those of peft's LoraConfig. Adapters
-    have rank `r` and scale `lora_alpha` / `r`. They stand beside the linear layers `target_modules` of every block:
-    "all-linear" means all of them, and no name those that peft adapts for the family. `described` lists the adapted
-    layers; it is read from the model and is no setting."""
+    """The adapters. With `enabled`, they train instead of the model's weights; the names are those of peft's
+    LoraConfig. Adapters have rank `r` and scale `lora_alpha` / `r`. They are attached to the linear layers
+    `target_modules` of every block: "all-linear" means all of them, and no name those that peft adapts for the family.
+    `described` lists the adapted layers; it is read from the model and not a setting."""
 
     enabled: bool = setting(False, "--lora", "train adapters of peft, not the model's weights")
     r: int = setting(8, "--lora-r", "rank of the adapters", "R", at_least=1)
-    lora_alpha: float = setting(8.0, "--lora-alpha", "over the rank: their scale", "A", above=0)
-    lora_dropout: float = setting(0.0, "--lora-dropout", "before the adapters", "P", at_least=0, below=1)
+    lora_alpha: float = setting(8.0, "--lora-alpha", "scale of the adapters, times the rank", "A", above=0)
+    lora_dropout: float = setting(
+        0.0, "--lora-dropout", "dropout rate of the adapters' inputs", "P", at_least=0, below=1
+    )
     target_modules: tuple[str, ...] = setting(
         (), "--lora-target-modules", "adapted layers, or all-linear (default: peft's of the family)", "NAME"
     )
@@ -188,7 +190,7 @@ class LoraSettings:
 
     @property
     def stored_as(self) -> str:
-        """Names the adapters by what decides which bytes a forward stores under them; empty where none train."""
+        """A name of what decides which bytes a forward stores under the adapters; empty if none train."""
         if not self.enabled:
             return ""
         layers = " ".join(sorted(layer.name for layer in self.described or ()))
@@ -196,20 +198,20 @@ class LoraSettings:
 
     @property
     def num_weights_a_block(self) -> int:
-        """Of the adapters beside one block's layers, the mean where blocks are unlike."""
+        """The number of weights in the adapters of a block, or their mean if blocks differ."""
         weights = (layer.part_of_blocks * (layer.num_inputs + layer.num_outputs) for layer in self.described or ())
         return round(self.r * sum(weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """`path` is the training data; empty: the built-in generator, which alone makes `num_samples`. `mixture` names
+    """The training data. `path` names them; empty: the built-in generator, which makes `num_samples`. `mixture` names
     several files instead, either all with their share of the samples, as "a.jsonl=0.7", or all without.
 
     `tokenizer` is "bpe" (trained on the data, with `vocab_size` ids), "bytes", or a name for `dynapipe preprocess
     --tokenizer`. The tokenizer of a model's folder also applies that model's chat template: `template` says what the
     records are, "auto" what the first one is. Loss falls on every answer of a chat that does not say otherwise, or on
-    the last of those alone (`loss_on`). `fields` names the fields of prompt and response, or of a text if it names one;
+    only the last of those (`loss_on`). `fields` names the fields of prompt and response, or of a text if it names one;
     by default they are found by their usual names.
 
     `template_date` (YYYY-MM-DD) is the day that a chat template prints which asks for it. By default it is the day of
@@ -229,15 +231,17 @@ class DataSettings:
     )
     mixture: tuple[str, ...] = setting(())
     num_samples: int = setting(4000, at_least=1)
-    tokenizer: str = setting("bpe", "--tokenizer", "bpe, bytes, or as dynapipe preprocess takes it", "NAME")
+    tokenizer: str = setting("bpe", "--tokenizer", "bpe, bytes, or a name for dynapipe preprocess --tokenizer", "NAME")
     vocab_size: int = setting(1024, at_least=1)
     template: TemplateChoice = setting("auto", "--template", "what records are; auto: as the first one")
     loss_on: LossOnChoice = setting("answers", "--loss-on", "answers of a chat that are trained on")
-    fields: tuple[str, ...] = setting((), "--fields", "of prompt and response, or of text (default: found)", "NAME")
+    fields: tuple[str, ...] = setting(
+        (), "--fields", "fields of prompt and response, or of text (default: found)", "NAME"
+    )
     template_date: str = setting("")
     truncate: bool = setting(False)
-    max_input_len: int = setting(0, "--max-input-len", "most tokens of an input; 0: only of a sample", at_least=0)
-    max_target_len: int = setting(0, "--max-target-len", "most tokens of a target; 0: only of a sample", at_least=0)
+    max_input_len: int = setting(0, "--max-input-len", "maximum tokens of an input (0: only of a sample)", at_least=0)
+    max_target_len: int = setting(0, "--max-target-len", "maximum tokens of a target (0: only of a sample)", at_least=0)
     tasks: str = setting("", "--tasks", "TOML or JSON of tasks with other such lengths, and weights", "FILE")
     tokens_per_batch: int = setting(8192, "--tokens-per-batch", "real tokens of a step", at_least=0)
     batch_size: int = setting(0, "--batch-size", "samples of a step, instead", at_least=0)
@@ -247,15 +251,15 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceSettings:
-    """With a `loss` the run learns from pairs of a chosen and a rejected answer to a prompt; empty: from texts. dpo
-    (Rafailov et al. 2023, arXiv 2305.18290) and ipo (Azar et al. 2023, arXiv 2310.12036, by the mean of tokens as TRL)
-    compare with the model that the run begins with. orpo (Hong et al. 2024, arXiv 2403.07691) and simpo (Meng et al.
-    2024, arXiv 2405.14734) do not. `beta` "auto" is 0.1, of simpo 2. `gamma` is simpo's margin; `label_smoothing` is
-    dpo's, the share of pairs that are the wrong way round."""
+    """The loss of preferences. With a `loss` the run learns from pairs of a chosen and a rejected answer to a prompt;
+    empty: from texts. dpo (Rafailov et al. 2023, arXiv 2305.18290) and ipo (Azar et al. 2023, arXiv 2310.12036, by the
+    mean of tokens as TRL) compare with the model that the run begins with. orpo (Hong et al. 2024, arXiv 2403.07691)
+    and simpo (Meng et al. 2024, arXiv 2405.14734) do not. `beta` "auto" is 0.1, of simpo 2. `gamma` is simpo's margin;
+    `label_smoothing` is dpo's, the share of pairs that are the wrong way round."""
 
     loss: PreferenceKind = setting("", "--preferences", "learn from pairs of a chosen and a rejected answer")
     beta: Literal["auto"] | float = setting(
-        "auto", "--beta", "of --preferences (0.1; simpo: 2)", "B", parse=number_or_word, above=0
+        "auto", "--beta", "strength of --preferences (auto: 0.1; simpo: 2)", "B", parse=number_or_word, above=0
     )
     gamma: float = setting(1.0, at_least=0)
     label_smoothing: float = setting(0.0, at_least=0, below=0.5)
@@ -278,16 +282,16 @@ class EvalSettings:
     global batches of a fixed order (0: all). The data are those in `path`, read by the tokenizer of the training data;
     or a `fraction` of the training samples, which the seed draws and which are never trained on."""
 
-    every: int = setting(0, "--eval-every", "between validation losses; 0: none", "STEPS", at_least=0)
+    every: int = setting(0, "--eval-every", "steps between validation losses (0: none)", "STEPS", at_least=0)
     steps: int = setting(0, "--eval-steps", "global batches of each; 0: all", at_least=0)
-    path: str = setting("", "--eval-data", "held-out data, as --data takes it", "FILE")
-    fraction: float = setting(0.0, "--eval-fraction", "of the data held out instead", "F", at_least=0, below=1)
+    path: str = setting("", "--eval-data", "held-out data, in the forms of --data", "FILE")
+    fraction: float = setting(0.0, "--eval-fraction", "fraction of the data held out instead", "F", at_least=0, below=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings(PlanRules):
     """The rules of the run's plans, and what plans are made for. `costs` names a cost file; empty: measure this machine
-    before the run. `adapt_costs` fits the costs anew to the times of the run's actions, where these are far off."""
+    before the run. `adapt_costs` fits the costs again to the times of the run's actions, if they are far off."""
 
     layout: Layout = with_default(PlanRules, "layout", "packed")
     costs: str = setting("", "--costs", "cost model as JSON (default: measure this machine)", "FILE")
@@ -303,16 +307,16 @@ class PlanSettings(PlanRules):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW. The learning rate rises over `warmup_steps`, or over `warmup_fraction` of all steps where that is above 0.
+    """AdamW. The learning rate rises over `warmup_steps`, or over `warmup_fraction` of all steps if that is above 0.
     It then follows `lr_schedule` from `lr` to `min_lr`; "wsd" is constant, and linear over the last tenth. Weights of
     norms and biases do not decay, whatever their shapes and whatever computes the model: those that transformers'
     Trainer leaves out (`get_decay_parameter_names`). `clip_grad` bounds the global norm of gradients (0: off).
 
     A step whose loss or gradients are not finite, or whose gradient norm is above 1.8e19, changes no weight and does
-    not count. `nan_policy` "stop" ends the run there; "skip" goes on, for up to `max_skips` such steps in a row. With
+    not count. `nan_policy` "stop" ends the run there; "skip" continues, for up to `max_skips` such steps in a row. With
     `deterministic`, sums of gradients, their norm and the loss are exact: equal micro-batches give equal bits under
-    every plan, pp and dp, for one tp, width and vocabulary layout. That takes 8 bytes more for each parameter, which
-    plans count.
+    every plan, pp and dp, for one tp, context-parallel degree and vocabulary layout. That takes 8 bytes more for each
+    parameter, which plans count.
     """
 
     lr: float = setting(2e-3, "--lr", "highest learning rate", "LR", above=0, at_most=1e6)
@@ -335,11 +339,11 @@ class OptimizerSettings:
 class CheckpointSettings:
     """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and at its end. "auto" saves
     every 10 minutes, or after 20 times the duration of the last save if that is longer, and leaves out saves for which
-    the disk has no room. Others are tried again after a minute, and the last one waits for room, up to an hour. The
-    `keep_last` newest checkpoints stay (0: all). With `keep_best` the one of the least loss stays too, of the
-    validation loss where there is one. After a signal to end, the run saves and ends within `grace_s`.
-    At its end the run writes its model into the folder `output`: the checkpoint that `keep_best` kept, else the last
-    one. A run of adapters writes only the adapters."""
+    the disk has no space. The other saves are tried again after a minute, and the last one waits for space, up to an
+    hour. The `keep_last` newest checkpoints stay (0: all). With `keep_best` the one of the least loss stays too, of the
+    validation loss if there is one. After a signal to end, the run saves and ends within `grace_s`. At its end the run
+    writes its model into the folder `output`: the checkpoint that `keep_best` kept, else the last one. A run of
+    adapters writes only the adapters."""
 
     output: str = setting("", "--output", "folder to make of the trained model", "DIR")
     save_every: int = setting(0, "--save-every", "between checkpoints", "STEPS", at_least=0)
@@ -351,8 +355,9 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedSettings:
-    """`config` is the configuration file of a DeepSpeed engine that trains the model; empty: no engine does. What the
-    file decides becomes settings of other tables. `described` holds the file; it is read and is no setting."""
+    """The DeepSpeed engine. `config` is the configuration file of an engine that trains the model; empty: no engine
+    does. What the file decides becomes settings of other tables. `described` holds the file; it is read and not a
+    setting."""
 
     config: str = setting("", "--deepspeed", "ds_config.json of an engine that trains", "FILE")
     described: Mapping[str, Any] | None = None
@@ -364,7 +369,7 @@ class DeepSpeedSettings:
 
     @property
     def offload(self) -> Offload:
-        """What of its states the engine leaves on the host. An optimizer of which a part (`ratio`) stays on the device
+        """The states that the engine leaves on the host. An optimizer of which a part (`ratio`) stays on the device
         counts as if all of it did."""
         weights = self._offloads("offload_param")
         if not self.offloads_optimizer or self._zero["offload_optimizer"].get("ratio", 1.0) != 1.0:
@@ -373,7 +378,7 @@ class DeepSpeedSettings:
 
     @property
     def num_moments(self) -> int:
-        """Values that the optimizer keeps of each parameter. Adam's, where no file names another that is known."""
+        """Values that the optimizer keeps per parameter: those of Adam, unless the file names another known one."""
         section = (self.described or {}).get("optimizer", {})
         return moments_of(str(section.get("type", "AdamW")), section.get("params", {}))
 
@@ -383,7 +388,7 @@ class DeepSpeedSettings:
         return self._offloads("offload_optimizer")
 
     def _offloads(self, section: str) -> bool:
-        """As DeepSpeed takes it: stage 0 has no offload, and stage 3 alone one of weights."""
+        """Return whether a section offloads. In DeepSpeed stage 0 has no offload, and only stage 3 offloads weights."""
         least = {"offload_optimizer": 1, "offload_param": 3}[section]
         return self.zero_stage >= least and (self._zero.get(section) or {}).get("device", "none") != "none"
 
@@ -409,7 +414,7 @@ class JobSettings:
 
 
 def moments_of(kind: str, parameters: Mapping[str, Any]) -> int:
-    """Values that an optimizer of DeepSpeed keeps of each parameter; of one that is not known here, as many as Adam.
+    """Count the values that a DeepSpeed optimizer keeps per parameter; an unknown one counts as Adam.
 
     >>> moments_of("AdamW", {}), moments_of("SGD", {"momentum": 0.9}), moments_of("Adam", {"amsgrad": True})
     (2, 1, 3)

@@ -47,7 +47,7 @@ DEGREES = ("tp", "pp", "dp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Everything a training run depends on, besides secrets and the ranks' addresses.
+    """All settings that a training run depends on, without secrets and the ranks' addresses.
 
     `named` are the (table, name) that a file of settings has itself: the others are defaults, which flags, a model's
     folder and the data may replace.
@@ -69,10 +69,10 @@ class TrainConfig:
 
     @classmethod
     def read(cls, path: str | Path, over: TrainConfig | None = None, *, is_saved: bool = False) -> TrainConfig:
-        """The settings that a file names, on top of `over` (None: the defaults); `is_saved` by a run, perhaps of an
+        """Read the settings of a file, on top of `over` (None: the defaults); `is_saved` by a run, perhaps of an
         earlier version.
 
-        Errors: ConfigError naming the file, and the table and name that are unknown or of the wrong type.
+        Raises ConfigError naming the file, and the table and name that are unknown or of the wrong type.
         """
         try:
             raw = parse_toml(Path(path).read_text(encoding="utf-8-sig"))
@@ -84,9 +84,9 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], where: str = "config", over: TrainConfig | None = None) -> TrainConfig:
-        """The settings of `raw`, on top of `over` (None: the defaults), with what they replace reset.
+        """Make the settings of `raw`, on top of `over` (None: the defaults), with what they replace reset.
 
-        Errors: ConfigError naming `where`, table, name, value and bound.
+        Raises ConfigError naming `where`, table, name, value and bound.
         """
         tables, over = declared_tables(), over or cls()
         listed = {table: values for table, values in raw.items() if isinstance(values, Mapping)}
@@ -105,12 +105,11 @@ class TrainConfig:
         }
 
     def with_values(self, **tables: Mapping[str, Any]) -> TrainConfig:
-        """The same settings with some replaced, for command-line flags: with_values(run={"steps": 5})."""
+        """Replace some settings, for command-line flags: with_values(run={"steps": 5})."""
         return self._with(tables, "command line")
 
     def _with(self, tables: Mapping[str, Mapping[str, Any]], where: str) -> TrainConfig:
-        """With these settings in place of those of the same names, and with what a DeepSpeed configuration decides.
-        Errors: ConfigError."""
+        """Replace settings of the same names, and add what a DeepSpeed configuration decides. Raises ConfigError."""
         if "deepspeed" in tables:
             tables = with_decided(tables)
         changed = {}
@@ -129,7 +128,7 @@ class TrainConfig:
         return config
 
     def check(self, where: str) -> None:
-        """Refuse values that no run can work with; what depends on the data is checked where it is known."""
+        """Reject values that no run can work with; what depends on the data is checked later."""
         for table in declared_tables():
             check_declared(getattr(self, table), f"{where}: [{table}] ")
         model, plan, topology = self.model, self.plan, self.topology
@@ -161,20 +160,20 @@ class TrainConfig:
 
     @property
     def placement(self) -> PlacementChoice:
-        """Of stages on ranks, as it is named or as the schedule needs it."""
+        """The placement of stages on ranks, as it is named or as the schedule needs it."""
         return self.topology.placement or own_placement(self.plan.schedule)
 
 
 def with_preferences(config: TrainConfig, given_tables: Mapping[str, Mapping[str, Any]], where: str) -> TrainConfig:
-    """Where the run learns preferences, its records are pairs and its loss is a mean over these. Errors: ConfigError
-    where the settings name others."""
+    """Make the records pairs and the loss a mean over these, if the run learns preferences. Raises ConfigError if the
+    settings name others."""
     if not config.preferences.loss:
         return config
     for table, name, value in (("data", "template", "preference"), ("plan", "loss_norm", "samples")):
         if (named := given_tables.get(table, {}).get(name)) not in (None, "auto", value):
             raise ConfigError(
                 f"{where}: [{table}] {name} is {named!r} but [preferences] loss {config.preferences.loss!r} takes"
-                f" {value!r} alone: leave it out"
+                f" only {value!r}: leave it out"
             )
     data, plan = replace(config.data, template="preference"), replace(config.plan, loss_norm="samples")
     return replace(config, data=data, plan=plan)
@@ -182,12 +181,12 @@ def with_preferences(config: TrainConfig, given_tables: Mapping[str, Mapping[str
 
 @cache
 def declared_tables() -> Mapping[str, Mapping[str, Setting]]:
-    """All settings of a run, by table and name."""
+    """List all settings of a run, by table and name."""
     return {table: declared(owner) for table, owner in get_type_hints(TrainConfig).items() if table != "named"}
 
 
 def check_optimizer(optimizer: OptimizerSettings, where: str) -> None:
-    """Refuse rates that no schedule of the learning rate has. Errors: ConfigError."""
+    """Reject rates that no schedule of the learning rate has. Raises ConfigError."""
     if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
         raise ConfigError(f"{where}: [optimizer] betas is {optimizer.betas} but must be two numbers of 0 to below 1")
     if optimizer.min_lr > optimizer.lr:
@@ -198,7 +197,7 @@ def check_optimizer(optimizer: OptimizerSettings, where: str) -> None:
 
 
 def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> None:
-    """Refuse stages that cannot lie on ranks so, or not under the schedule. Errors: ConfigError."""
+    """Reject stages that cannot lie on ranks so, or not under the schedule. Raises ConfigError."""
     try:
         check_layer_counts(topology.layers_per_stage)
     except ConfigError as error:
@@ -213,7 +212,7 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
             )
         if plan.schedule != "adaptive":
             raise ConfigError(
-                f"{at}, but schedule {plan.schedule!r} runs under one alone, {own_placement(plan.schedule)}: leave"
+                f"{at}, but schedule {plan.schedule!r} runs under only one, {own_placement(plan.schedule)}: leave"
                 " placement out, or take the adaptive schedule"
             )
     name = "linear" if placement == "auto" else placement  # tried ones are made later
@@ -230,7 +229,7 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
 
 
 def check_width(topology: TopologySettings, model: ModelSettings, deepspeed_config: str, where: str) -> None:
-    """Refuse data parallel ranks that cannot join so, or not for this model. Errors: ConfigError."""
+    """Reject data parallel ranks that cannot join so, or not for this model. Raises ConfigError."""
     if topology.context_parallel == 1:
         return
     at = f"{where}: [topology] context_parallel is {topology.context_parallel!r}"
@@ -244,13 +243,13 @@ def check_width(topology: TopologySettings, model: ModelSettings, deepspeed_conf
         raise ConfigError(f"{at} but a DeepSpeed engine computes whole rows on each rank: leave one of both out")
     if model.num_decoder_layers and model.uses_transformers:
         raise ConfigError(
-            f"{at} but transformers' encoder-decoders add relative biases of whole rows, of which joined ranks have"
+            f"{at} but transformers' encoder-decoders add relative biases of whole rows, of which ranks have only"
             " slices: set context_parallel to 1, or train the model by megatron-core"
         )
 
 
 def check_data_settings(data: DataSettings, where: str) -> None:
-    """Errors: ConfigError for settings that do not go together."""
+    """Reject settings that do not go together. Raises ConfigError."""
     if (data.tokens_per_batch > 0) == (data.batch_size > 0):
         raise ConfigError(
             f"{where}: [data] tokens_per_batch is {data.tokens_per_batch} and batch_size is"
@@ -279,7 +278,7 @@ def check_preferences(
     lora: LoraSettings,
     where: str,
 ) -> None:
-    """Refuse what pairs of answers cannot be beside. Errors: ConfigError."""
+    """Reject settings that do not go with pairs of answers. Raises ConfigError."""
     if not preferences.loss:
         if data.template == "preference":
             raise ConfigError(
@@ -309,14 +308,14 @@ def check_preferences(
         )
     if preferences.label_smoothing and preferences.loss != "dpo":
         raise ConfigError(
-            f"{at} but label_smoothing is {preferences.label_smoothing:g}, which dpo alone has: leave it out"
+            f"{at} but label_smoothing is {preferences.label_smoothing:g}, which only dpo has: leave it out"
         )
     if preferences.gamma != PreferenceSettings().gamma and preferences.loss != "simpo":
-        raise ConfigError(f"{at} but gamma is {preferences.gamma:g}, which simpo alone has: leave it out")
+        raise ConfigError(f"{at} but gamma is {preferences.gamma:g}, which only simpo has: leave it out")
 
 
 def check_evaluation(settings: EvalSettings, where: str) -> None:
-    """Refuse an evaluation without data, with two kinds of them, or data that no evaluation reads."""
+    """Reject an evaluation without data, with two kinds of them, or data that no evaluation reads."""
     table, choices = f"{where}: [eval]", {"path": settings.path, "fraction": settings.fraction, "steps": settings.steps}
     if settings.path and settings.fraction:
         raise ConfigError(
@@ -336,12 +335,12 @@ def check_evaluation(settings: EvalSettings, where: str) -> None:
 
 
 def check_heads(model: ModelSettings, topology: TopologySettings, where: str) -> None:
-    """Refuse sizes of heads, positions and experts that no model has. Errors: ConfigError."""
+    """Reject sizes of heads, positions and experts that no model has. Raises ConfigError."""
     if model.described is not None:
         if model.described.num_experts and topology.tp > 1 and not topology.sequence_parallel:
             raise ConfigError(
                 f"{where}: [model] architecture {model.architecture} has {model.described.num_experts} experts,"
-                f" which Megatron trains with tp {topology.tp} under sequence parallelism alone: set [topology]"
+                f" which Megatron trains with tp {topology.tp} only under sequence parallelism: set [topology]"
                 " sequence_parallel = true, or tp 1"
             )
         return
@@ -369,7 +368,7 @@ def check_heads(model: ModelSettings, topology: TopologySettings, where: str) ->
 
 
 def check_pieces_of_model(model: ModelSettings, pieces: Pieces, where: str) -> None:
-    """Refuse pieces of long samples where attention does not go on from piece to piece. Errors: ConfigError."""
+    """Reject pieces of long samples if attention cannot continue from piece to piece. Raises ConfigError."""
     if pieces == "off":
         return
     if model.uses_transformers:
@@ -386,7 +385,7 @@ def check_pieces_of_model(model: ModelSettings, pieces: Pieces, where: str) -> N
 def refuse_order_in_bits(
     model: ModelSettings, plan: PlanSettings, topology: TopologySettings, *, deepspeed_config: str, where: str
 ) -> None:
-    """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
+    """Reject what deterministic mode cannot keep the plan out of. Raises ConfigError."""
     at, pp = f"{where}: [optimizer] deterministic is on but", topology.pp
     if topology.context_parallel == "auto":  # a product over a slice of a row rounds otherwise than one over the row
         raise ConfigError(
@@ -420,7 +419,7 @@ def refuse_order_in_bits(
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of all settings, in groups by their table in the file."""
+    """Add the flags of all settings, in groups by their table in the file."""
     for table, settings in declared_tables().items():
         group = parser.add_argument_group(f"[{table}]")
         for one in settings.values():
@@ -429,13 +428,13 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_flags(parser: argparse._ActionsContainer, *names: str) -> None:
-    """Those of the settings that are named, as "plan.layout"."""
+    """Add the flags of the named settings, as "plan.layout"."""
     for name in names:
         _add_flag_of(parser, _setting_named(name))
 
 
 def add_flag(parser: argparse._ActionsContainer, name: str, help: str, **options: Any) -> None:
-    """That of one setting, with help of its own, and other `options` of argparse."""
+    """Add the flag of one setting, with help of its own, and other `options` of argparse."""
     one = _setting_named(name)
     parser.add_argument(one.flag, **one.flag_options | options, help=help)
 
@@ -454,7 +453,7 @@ def _add_flag_of(parser: argparse._ActionsContainer, one: Setting) -> None:
 def settings_of_flags(
     args: argparse.Namespace, config: TrainConfig, tables: Mapping[str, Mapping[str, Any]], *, of_file: bool
 ) -> Tables:
-    """The settings in `tables`, overridden by the flags of the command line: what replaces settings of `config`.
+    """Return the settings in `tables`, overridden by the flags of the command line: what replaces settings of `config`.
 
     What a flag replaces is reset (`with_replaced`). With `of_file` degrees of parallelism without a flag stay those of
     the file. Else they are 1, once one of them has a flag.
@@ -465,7 +464,7 @@ def settings_of_flags(
             value = getattr(args, one.flag.lstrip("-").replace("-", "_"), None) if one.flag else None
             if value is not None:
                 settings[table][name] = tuple(value) if isinstance(value, list) else value
-    if settings["data"].keys() & {"batch_size", "tokens_per_batch"}:  # also for --batch-size 0, which is no size
+    if settings["data"].keys() & {"batch_size", "tokens_per_batch"}:  # also for --batch-size 0, which means none
         settings["data"] = {"batch_size": 0, "tokens_per_batch": 0} | settings["data"]
     settings = with_replaced(settings, config)
     if not of_file and settings["topology"].keys() & {*DEGREES}:
@@ -484,15 +483,14 @@ _ALTERNATIVES: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 def with_replaced(tables: Mapping[str, Mapping[str, Any]], config: TrainConfig) -> Tables:
-    """Settings that go on top of `config`, with those that they replace reset: `steps` the epochs, one of a row of
-    alternatives the others, a placement the layers of stages, another `pp` these layers (of one rank the placement,
-    too)."""
+    """Return the settings with those of `config` that they replace reset. `steps` reset the epochs, and one of a row of
+    alternatives the other ones. A placement or another `pp` resets the layers of stages; `pp` 1 also the placement."""
     replaced: Tables = {table: dict(values) for table, values in tables.items()}
     if "steps" in replaced.get("run", {}):
         replaced["run"] = {"epochs": 0.0} | replaced["run"]
     for table, alternatives in _ALTERNATIVES:
-        given = {name for name, value in replaced.get(table, {}).items() if value or name == "warmup_steps"}
-        if given & alternatives.keys():
+        named = {name for name, value in replaced.get(table, {}).items() if value or name == "warmup_steps"}
+        if named & alternatives.keys():
             replaced[table] = {**alternatives, **replaced[table]}
     if topology := replaced.get("topology"):
         others: dict[str, Any] = {}
