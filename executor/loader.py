@@ -38,7 +38,7 @@ from dynapipe_ext.executor.plans.dump import DumpingPlanner, forget_plans_ahead
 from dynapipe_ext.executor.protocols import Batch, Store
 from dynapipe_ext.executor.proven_step import ProvenStep, StepPlanner, prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.settings.declared import declared
+from dynapipe_ext.settings.declared import list_settings
 from dynapipe_ext.settings.tables import DataSettings
 
 _SLICE_S = 0.5  # how late Ctrl-C may be noticed that comes as a wait begins: Python looks for it only around one
@@ -408,7 +408,7 @@ def _refuse_types(collate_fn: object, shuffle: object, num_workers: object) -> N
         raise ConfigError(f"collate_fn is {short(collate_fn)} but must be a function (micro_batch, samples)")
     if shuffle is not None and not isinstance(shuffle, bool | np.bool_):
         raise ConfigError(f"shuffle is {short(shuffle)} but must be True, False or None")
-    check_integer("num_workers", num_workers, least=0, most=int(declared(DataSettings)["num_workers"].at_most))
+    check_integer("num_workers", num_workers, least=0, most=int(list_settings(DataSettings)["num_workers"].at_most))
 
 
 def _refuse_together(

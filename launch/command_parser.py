@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
-from dynapipe_ext.settings.declared import layer_counts
+from dynapipe_ext.settings.declared import parse_layer_counts
 from dynapipe_ext.settings.removed import refuse_removed
 from dynapipe_ext.tools.files import ALONE, deliver_error
 
@@ -56,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
         joined: list[str] = []
         for word in words:
             action = self._option_string_actions.get(joined[-2]) if len(joined) > 1 else None
-            if action and action.type is layer_counts and all(map(_NUMBERS.fullmatch, (joined[-1], word))):
+            if action and action.type is parse_layer_counts and all(map(_NUMBERS.fullmatch, (joined[-1], word))):
                 joined[-1] += f",{word}"
             else:
                 joined.append(word)

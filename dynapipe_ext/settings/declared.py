@@ -48,8 +48,8 @@ class Setting:
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed words, next to or instead of numbers; empty if any value is allowed."""
-        kinds = get_args(self.kind) if _origin(self.kind) in (UnionType, Union) else (self.kind,)
-        return tuple(word for kind in kinds if _origin(kind) is Literal for word in get_args(kind))
+        kinds = get_args(self.kind) if _get_origin(self.kind) in (UnionType, Union) else (self.kind,)
+        return tuple(word for kind in kinds if _get_origin(kind) is Literal for word in get_args(kind))
 
     @property
     def bounds(self) -> str:
@@ -64,16 +64,16 @@ class Setting:
         below = f"below {self.below:g}" if self.below < math.inf else ""
         return " and ".join(filter(None, (least, above, most, below)))
 
-    def checked(self, value: Any, where: str = "") -> Any:
+    def check_value(self, value: Any, where: str = "") -> Any:
         """Return the value in the declared type: integers pass for floats, lists for tuples.
 
         Raises ConfigError with `where`, name, value, and the type, choices or bounds that it breaks.
         """
         subject = f"{where}{self.name} is {short(value)}"
         if self.choices:
-            return self._chosen(value, subject)
-        if _origin(self.kind) is tuple:
-            return self._listed(value, subject)
+            return self._check_choice(value, subject)
+        if _get_origin(self.kind) is tuple:
+            return self._check_list(value, subject)
         if self.kind is float and type(value) is int:
             value = float(value)
         if type(value) is not self.kind:
@@ -91,7 +91,7 @@ class Setting:
             bounds = f"at most {_MOST:,}" if value > self.at_most == _MOST or not self.bounds else self.bounds
             raise ConfigError(f"{subject} but must be {bounds}" + (f": {self.hint}" if self.hint else ""))
 
-    def _chosen(self, value: Any, subject: str) -> Any:
+    def _check_choice(self, value: Any, subject: str) -> Any:
         kinds = get_args(self.kind)
         takes_numbers = int in kinds or float in kinds
         if takes_numbers and type(value) in (int, *({float} & set(kinds))):
@@ -102,7 +102,7 @@ class Setting:
         choices = ", ".join(word or '""' for word in self.choices) + ", or a number" * takes_numbers
         raise ConfigError(f"{subject}: choose from {choices}{did_you_mean(str(value), self.choices)}")
 
-    def _listed(self, value: Any, subject: str) -> tuple[Any, ...]:
+    def _check_list(self, value: Any, subject: str) -> tuple[Any, ...]:
         kind = get_args(self.kind)[0]
         members, allowed = _MEMBERS[kind]
         listed = value if isinstance(value, list | tuple) else [None]
@@ -122,7 +122,7 @@ class Setting:
             options["metavar"] = self.metavar or "N"
         if self.parse or self.kind in (int, float):
             options["type"] = self.parse or self.kind
-        if _origin(self.kind) is Literal:
+        if _get_origin(self.kind) is Literal:
             options["choices"] = tuple(filter(None, self.choices))
         if self.nargs or self.kind == tuple[str, ...]:
             options |= {"nargs": self.nargs or "+", "action": "extend"}  # given twice, it has the values of both
@@ -135,7 +135,7 @@ def _refuse_nul(value: object, subject: str) -> None:
         raise ConfigError(f"{subject} but must not hold the character NUL (\\0): leave it out")
 
 
-def _origin(kind: object) -> object:
+def _get_origin(kind: object) -> object:
     """Return `Literal` for `Literal["a", "b"]`, `tuple` for `tuple[int, ...]` and None for a class."""
     return get_origin(kind)
 
@@ -151,7 +151,7 @@ def with_default(owner: type, name: str, default: Value) -> Value:
 
 
 @cache
-def declared(owner: type) -> Mapping[str, Setting]:
+def list_settings(owner: type) -> Mapping[str, Setting]:
     """List the settings of a dataclass by name, without its other fields."""
     kinds = get_type_hints(owner)
     settings = [f for f in fields(owner) if f.metadata]
@@ -161,23 +161,23 @@ def declared(owner: type) -> Mapping[str, Setting]:
 
 def check_declared(values: Any, where: str = "") -> None:
     """Reject a dataclass with a setting of another type or out of bounds. Raises ConfigError."""
-    for name, one in declared(values.__class__).items():
-        one.checked(getattr(values, name), where)
+    for name, one in list_settings(values.__class__).items():
+        one.check_value(getattr(values, name), where)
 
 
-def dtype(text: str) -> str:
+def parse_dtype(text: str) -> str:
     """Return torch's name of a type of weights.
 
-    >>> dtype("bf16"), dtype("float16")
+    >>> parse_dtype("bf16"), parse_dtype("float16")
     ('bfloat16', 'float16')
     """
     return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(text, text)
 
 
-def layer_counts(text: str) -> tuple[float, ...]:
+def parse_layer_counts(text: str) -> tuple[float, ...]:
     """Parse numbers of layers with commas, in whole or half layers. On a command line spaces do as well.
 
-    >>> layer_counts("8.5,8, 8.5,7")
+    >>> parse_layer_counts("8.5,8, 8.5,7")
     (8.5, 8, 8.5, 7)
     """
     parts = [part.strip().removesuffix(".0") for part in text.split(",")]
@@ -190,10 +190,10 @@ def layer_counts(text: str) -> tuple[float, ...]:
     return counts
 
 
-def number_or_word(text: str) -> float | str:
+def parse_number_or_word(text: str) -> float | str:
     """Return the number that a flag's text spells, or the text.
 
-    >>> number_or_word("4"), number_or_word("2.5"), number_or_word("auto")
+    >>> parse_number_or_word("4"), parse_number_or_word("2.5"), parse_number_or_word("auto")
     (4, 2.5, 'auto')
     """
     for kind in (int, float):
@@ -202,7 +202,7 @@ def number_or_word(text: str) -> float | str:
     return text
 
 
-def betas(text: str) -> tuple[float, ...]:
+def parse_betas(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:

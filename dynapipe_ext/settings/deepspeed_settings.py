@@ -101,7 +101,7 @@ def with_decided(tables: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mappin
     path = tables.get("deepspeed", {}).get("config")
     if not path or not isinstance(path, str):
         return tables
-    decided = settings_in(read_deepspeed_config(path))
+    decided = extract_settings(read_deepspeed_config(path))
     return {**tables, **{name: values | dict(tables.get(name, {})) for name, values in decided.items()}}
 
 
@@ -122,11 +122,11 @@ def zero_stage(raw: Mapping[str, Any], path: str | Path = "ds_config") -> ZeroSt
     raise ConfigError(f"{path}: zero_optimization.stage is {short(stage)} but must be 0, 1, 2 or 3")
 
 
-def settings_in(raw: Mapping[str, Any]) -> Tables:
+def extract_settings(raw: Mapping[str, Any]) -> Tables:
     """Return what the file decides, as settings. It decides only the optimizer's values that it names, and no clipping
     if it has none.
 
-    >>> tables = settings_in({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
+    >>> tables = extract_settings({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
     >>> tables["model"]["dtype"], tables["optimizer"]["lr"], tables["optimizer"]["clip_grad"]
     ('bfloat16', 0.001, 0.0)
     """
@@ -146,7 +146,7 @@ def settings_in(raw: Mapping[str, Any]) -> Tables:
     return tables
 
 
-def engine_config(
+def make_engine_config(
     raw: Mapping[str, Any],
     optimizer: OptimizerSettings,
     *,
@@ -177,19 +177,19 @@ def engine_config(
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optimizer.clip_grad,
         "bf16": bf16,
-        "optimizer": _optimizer(raw.get("optimizer", {}), optimizer, compiles=compiles),
+        "optimizer": _make_optimizer(raw.get("optimizer", {}), optimizer, compiles=compiles),
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": raw.get("steps_per_print", _LEAST_PRINTED),
     }
     if "scheduler" in raw:
-        decided["scheduler"] = _scheduler(raw["scheduler"], optimizer, num_steps)
+        decided["scheduler"] = _make_scheduler(raw["scheduler"], optimizer, num_steps)
     config = _without_auto(dict(raw) | decided)
     config.get("checkpoint", {}).pop("load_universal", None)
-    return EngineConfig(config, tuple(_overridden(raw, config)))
+    return EngineConfig(config, tuple(_list_overridden(raw, config)))
 
 
-def _optimizer(section: Mapping[str, Any], settings: OptimizerSettings, *, compiles: bool) -> Json:
+def _make_optimizer(section: Mapping[str, Any], settings: OptimizerSettings, *, compiles: bool) -> Json:
     kind = section.get("type", "AdamW")
     if not compiles and str(kind).lower() not in _OF_TORCH:
         raise ConfigError(
@@ -203,7 +203,7 @@ def _optimizer(section: Mapping[str, Any], settings: OptimizerSettings, *, compi
     return {"type": kind, "params": parameters}
 
 
-def _scheduler(section: Mapping[str, Any], settings: OptimizerSettings, num_steps: int) -> Json:
+def _make_scheduler(section: Mapping[str, Any], settings: OptimizerSettings, num_steps: int) -> Json:
     warmup = round(settings.warmup_fraction * num_steps) if settings.warmup_fraction else settings.warmup_steps
     values = {
         "total_num_steps": num_steps,
@@ -238,8 +238,8 @@ _REASONS = {
 }
 
 
-def _overridden(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
-    before, after = dict(_leaves(raw)), dict(_leaves(config))
+def _list_overridden(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    before, after = dict(_list_leaves(raw)), dict(_list_leaves(config))
     if own := [name for name in before if name.startswith("scheduler.params.") and before[name] != "auto"]:
         yield f"{', '.join(own)}: the file's, whatever --lr, --min-lr, --lr-schedule and --warmup say"
     for name, reason in _REASONS.items():
@@ -249,9 +249,9 @@ def _overridden(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[s
             yield f"{name} {short(in_file)} -> {short(used)} ({reason})"
 
 
-def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _list_leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, inner in value.items():
         if isinstance(inner, dict):
-            yield from _leaves(inner, f"{prefix}{name}.")
+            yield from _list_leaves(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", inner

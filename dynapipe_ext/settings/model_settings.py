@@ -80,8 +80,8 @@ def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> Lo
     if not model.uses_transformers or model.described is None:
         return replace(settings, described=None)  # refused, unless another setting names a model yet
     kind = model_type(model.architecture)
-    layers = _linear_layers(model.architecture)
-    usual = _usual_targets(kind, layers)
+    layers = _list_linear_layers(model.architecture)
+    usual = _list_usual_targets(kind, layers)
     targets = settings.target_modules or usual
     names = sorted({layer.name.rpartition(".")[2] for layer in layers})
     if not targets:
@@ -110,17 +110,17 @@ _USUAL_TARGETS: Mapping[str, tuple[str, ...]] = {
 _USUAL = ("q_proj", "v_proj")  # of nearly all others
 
 
-def _linear_layers(model: str) -> tuple[LinearLayer, ...]:
+def _list_linear_layers(model: str) -> tuple[LinearLayer, ...]:
     """List the linear layers of the model's blocks, as its modules have them. Raises ConfigError."""
-    return _layers_of_text(model, config_file(model).read_text(encoding="utf-8"))
+    return _read_layers(model, config_file(model).read_text(encoding="utf-8"))
 
 
 @lru_cache(maxsize=8)  # settings are checked several times
-def _layers_of_text(model: str, _text: str) -> tuple[LinearLayer, ...]:
+def _read_layers(model: str, _text: str) -> tuple[LinearLayer, ...]:
     return tuple(LinearLayer(*layer) for layer in linear_layers(model))
 
 
-def _usual_targets(kind: str, layers: Sequence[LinearLayer]) -> tuple[str, ...]:
+def _list_usual_targets(kind: str, layers: Sequence[LinearLayer]) -> tuple[str, ...]:
     """List what peft adapts in the family; in an unknown family queries and values, as in most. Empty if the layers
     have no such names."""
     usual = _USUAL_TARGETS.get(kind, _USUAL)

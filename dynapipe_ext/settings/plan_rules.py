@@ -11,7 +11,7 @@ from typing import Any, Literal
 from dynapipe_ext.batch.micro_batches import Layout, LossNorm, Pieces, Recompute
 from dynapipe_ext.batch.topology import PlacementName, Topology
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.settings.declared import check_declared, number_or_word, setting
+from dynapipe_ext.settings.declared import check_declared, parse_number_or_word, setting
 
 SplitPolicy = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 ScheduleName = Literal["adaptive", "1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "cyclic"]
@@ -48,7 +48,7 @@ class PlanRules:
     split_policy: SplitPolicy = setting("dynapipe-ext")
     pad_multiple: int = setting(8, "--pad-multiple", "rows are rounded up to it", at_least=1, at_most=1 << 24)
     max_tokens: int = setting(
-        0, "--max-tokens", "maximum positions of a micro-batch (0: as memory allows)", at_least=0, at_most=1 << 40
+        0, "--max-tokens", "maximum positions of a micro-batch; 0: as memory allows", at_least=0, at_most=1 << 40
     )
     effort: int = setting(8000, "--effort", "moves tried by the search", at_least=0, at_most=10**9)
     split_backward: bool = setting(False, "--split-backward", "run B as I and W")
@@ -60,7 +60,7 @@ class PlanRules:
         "--pieces",
         "run samples of more than N tokens in pieces (auto: if that is faster)",
         "auto|off|N",
-        parse=number_or_word,
+        parse=parse_number_or_word,
     )
     noise: float = setting(
         0.0, "--noise", "judge orders by times that may be off by such a share", "SHARE", at_least=0, at_most=0.9

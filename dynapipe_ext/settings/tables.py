@@ -12,10 +12,10 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.models.named_models import Backend
 from dynapipe_ext.settings.declared import (
-    betas,
-    dtype,
-    layer_counts,
-    number_or_word,
+    parse_betas,
+    parse_dtype,
+    parse_layer_counts,
+    parse_number_or_word,
     setting,
     with_default,
 )
@@ -70,7 +70,7 @@ class TopologySettings:
         "data parallel ranks that share each row of a replica; auto: each step's best",
         "auto|N",
         alias="--cp",
-        parse=number_or_word,
+        parse=parse_number_or_word,
         at_least=1,
         at_most=1 << 20,
     )
@@ -78,7 +78,11 @@ class TopologySettings:
         "", "--placement", "placement of stages on ranks (default: as the schedule needs; auto: try each on the data)"
     )
     layers_per_stage: tuple[float, ...] = setting(
-        (), "--layers-per-stage", "layers of each stage, like 8.5,8,7.5 (default: even)", "N,N,…", parse=layer_counts
+        (),
+        "--layers-per-stage",
+        "layers of each stage, as 8.5,8,7.5 (default: even)",
+        "N,N,…",
+        parse=parse_layer_counts,
     )
     vocabulary_parallel: VocabularyChoice = setting(
         "whole", "--vocabulary-parallel", "head: its rows over the pipeline ranks; both: embeddings, too; auto: tried"
@@ -138,7 +142,7 @@ class ModelSettings:
     bias: bool = setting(True)
     dropout: float = setting(0.0, at_least=0, below=1)
     dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "--dtype", "type of weights (fp32, bf16 for short); master weights are fp32", parse=dtype
+        "float32", "--dtype", "type of weights (fp32, bf16 for short); master weights are fp32", parse=parse_dtype
     )
     described: Architecture | None = None
     cut: ProvenCut | None = None
@@ -240,8 +244,8 @@ class DataSettings:
     )
     template_date: str = setting("")
     truncate: bool = setting(False)
-    max_input_len: int = setting(0, "--max-input-len", "maximum tokens of an input (0: only of a sample)", at_least=0)
-    max_target_len: int = setting(0, "--max-target-len", "maximum tokens of a target (0: only of a sample)", at_least=0)
+    max_input_len: int = setting(0, "--max-input-len", "maximum tokens of an input; 0: only of a sample", at_least=0)
+    max_target_len: int = setting(0, "--max-target-len", "maximum tokens of a target; 0: only of a sample", at_least=0)
     tasks: str = setting("", "--tasks", "TOML or JSON of tasks with other such lengths, and weights", "FILE")
     tokens_per_batch: int = setting(8192, "--tokens-per-batch", "real tokens of a step", at_least=0)
     batch_size: int = setting(0, "--batch-size", "samples of a step, instead", at_least=0)
@@ -259,7 +263,7 @@ class PreferenceSettings:
 
     loss: PreferenceKind = setting("", "--preferences", "learn from pairs of a chosen and a rejected answer")
     beta: Literal["auto"] | float = setting(
-        "auto", "--beta", "strength of --preferences (auto: 0.1; simpo: 2)", "B", parse=number_or_word, above=0
+        "auto", "--beta", "strength of --preferences (auto: 0.1; simpo: 2)", "B", parse=parse_number_or_word, above=0
     )
     gamma: float = setting(1.0, at_least=0)
     label_smoothing: float = setting(0.0, at_least=0, below=0.5)
@@ -282,7 +286,7 @@ class EvalSettings:
     global batches of a fixed order (0: all). The data are those in `path`, read by the tokenizer of the training data;
     or a `fraction` of the training samples, which the seed draws and which are never trained on."""
 
-    every: int = setting(0, "--eval-every", "steps between validation losses (0: none)", "STEPS", at_least=0)
+    every: int = setting(0, "--eval-every", "steps between validation losses; 0: none", "STEPS", at_least=0)
     steps: int = setting(0, "--eval-steps", "global batches of each; 0: all", at_least=0)
     path: str = setting("", "--eval-data", "held-out data, in the forms of --data", "FILE")
     fraction: float = setting(0.0, "--eval-fraction", "fraction of the data held out instead", "F", at_least=0, below=1)
@@ -324,7 +328,7 @@ class OptimizerSettings:
     lr_schedule: LrSchedule = setting("cosine", "--lr-schedule", "after the warm-up")
     warmup_steps: int = setting(5, at_least=0)
     warmup_fraction: float = setting(0.0, at_least=0, below=1, hint="warmup_steps counts steps")
-    betas: tuple[float, ...] = setting((0.9, 0.999), "--betas", "of Adam", "B1,B2", parse=betas)
+    betas: tuple[float, ...] = setting((0.9, 0.999), "--betas", "of Adam", "B1,B2", parse=parse_betas)
     weight_decay: float = setting(0.01, "--weight-decay", "not of norms and biases", "W", at_least=0, at_most=1e6)
     clip_grad: float = setting(1.0, at_least=0)
     distributed: bool = setting(False)
@@ -380,7 +384,7 @@ class DeepSpeedSettings:
     def num_moments(self) -> int:
         """Values that the optimizer keeps per parameter: those of Adam, unless the file names another known one."""
         section = (self.described or {}).get("optimizer", {})
-        return moments_of(str(section.get("type", "AdamW")), section.get("params", {}))
+        return count_moments(str(section.get("type", "AdamW")), section.get("params", {}))
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -413,10 +417,10 @@ class JobSettings:
     redis_server: str = setting("", "--redis-server", "server binary of the embedded store", "PATH")
 
 
-def moments_of(kind: str, parameters: Mapping[str, Any]) -> int:
+def count_moments(kind: str, parameters: Mapping[str, Any]) -> int:
     """Count the values that a DeepSpeed optimizer keeps per parameter; an unknown one counts as Adam.
 
-    >>> moments_of("AdamW", {}), moments_of("SGD", {"momentum": 0.9}), moments_of("Adam", {"amsgrad": True})
+    >>> count_moments("AdamW", {}), count_moments("SGD", {"momentum": 0.9}), count_moments("Adam", {"amsgrad": True})
     (2, 1, 3)
     """
     more = {"sgd": "momentum", "adam": "amsgrad", "adamw": "amsgrad"}.get(kind.lower(), "")

@@ -19,7 +19,7 @@ from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.data.sample_selection import weighted_files
 from dynapipe_ext.errors import ConfigError, reason, refuse_unknown
 from dynapipe_ext.models.named_models import carried_fault
-from dynapipe_ext.settings.declared import Setting, check_declared, declared
+from dynapipe_ext.settings.declared import Setting, check_declared, list_settings
 from dynapipe_ext.settings.deepspeed_settings import with_decided, with_read
 from dynapipe_ext.settings.model_settings import with_adapted, with_described
 from dynapipe_ext.settings.plan_rules import check_placed, check_rules, own_placement
@@ -88,7 +88,7 @@ class TrainConfig:
 
         Raises ConfigError naming `where`, table, name, value and bound.
         """
-        tables, over = declared_tables(), over or cls()
+        tables, over = list_tables(), over or cls()
         listed = {table: values for table, values in raw.items() if isinstance(values, Mapping)}
         refuse_removed((f"[{table}] {name}" for table, names in listed.items() for name in names), f"{where}: ")
         refuse_unknown(raw, tables, where)
@@ -96,26 +96,28 @@ class TrainConfig:
             raise ConfigError(f"{where}: {not_tables[0]} must be a table like [{not_tables[0]}]")
         for name, values in raw.items():
             refuse_unknown(values, tables[name], f"{where}: [{name}]", tables)
-        return over._with(with_replaced(raw, over), where)
+        return over._replace(with_replaced(raw, over), where)
 
     def to_json(self) -> dict[str, Any]:
         return {
             table: {name: getattr(getattr(self, table), name) for name in settings}
-            for table, settings in declared_tables().items()
+            for table, settings in list_tables().items()
         }
 
     def with_values(self, **tables: Mapping[str, Any]) -> TrainConfig:
         """Replace some settings, for command-line flags: with_values(run={"steps": 5})."""
-        return self._with(tables, "command line")
+        return self._replace(tables, "command line")
 
-    def _with(self, tables: Mapping[str, Mapping[str, Any]], where: str) -> TrainConfig:
+    def _replace(self, tables: Mapping[str, Mapping[str, Any]], where: str) -> TrainConfig:
         """Replace settings of the same names, and add what a DeepSpeed configuration decides. Raises ConfigError."""
         if "deepspeed" in tables:
             tables = with_decided(tables)
         changed = {}
         for table, values in tables.items():
-            settings = declared_tables()[table]
-            checked = {name: settings[name].checked(value, f"{where}: [{table}] ") for name, value in values.items()}
+            settings = list_tables()[table]
+            checked = {
+                name: settings[name].check_value(value, f"{where}: [{table}] ") for name, value in values.items()
+            }
             changed[table] = replace(getattr(self, table), **checked)
         if {"model", "lora"} & changed.keys():
             model, lora = changed.get("model", self.model), changed.get("lora", self.lora)
@@ -129,7 +131,7 @@ class TrainConfig:
 
     def check(self, where: str) -> None:
         """Reject values that no run can work with; what depends on the data is checked later."""
-        for table in declared_tables():
+        for table in list_tables():
             check_declared(getattr(self, table), f"{where}: [{table}] ")
         model, plan, topology = self.model, self.plan, self.topology
         if self.run.log_level == "debug" and not self.run.log_dir:
@@ -180,9 +182,9 @@ def with_preferences(config: TrainConfig, given_tables: Mapping[str, Mapping[str
 
 
 @cache
-def declared_tables() -> Mapping[str, Mapping[str, Setting]]:
+def list_tables() -> Mapping[str, Mapping[str, Setting]]:
     """List all settings of a run, by table and name."""
-    return {table: declared(owner) for table, owner in get_type_hints(TrainConfig).items() if table != "named"}
+    return {table: list_settings(owner) for table, owner in get_type_hints(TrainConfig).items() if table != "named"}
 
 
 def check_optimizer(optimizer: OptimizerSettings, where: str) -> None:
@@ -420,7 +422,7 @@ def refuse_order_in_bits(
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of all settings, in groups by their table in the file."""
-    for table, settings in declared_tables().items():
+    for table, settings in list_tables().items():
         group = parser.add_argument_group(f"[{table}]")
         for one in settings.values():
             if one.flag:
@@ -430,18 +432,18 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
 def add_flags(parser: argparse._ActionsContainer, *names: str) -> None:
     """Add the flags of the named settings, as "plan.layout"."""
     for name in names:
-        _add_flag_of(parser, _setting_named(name))
+        _add_flag_of(parser, _find_setting(name))
 
 
 def add_flag(parser: argparse._ActionsContainer, name: str, help: str, **options: Any) -> None:
     """Add the flag of one setting, with help of its own, and other `options` of argparse."""
-    one = _setting_named(name)
+    one = _find_setting(name)
     parser.add_argument(one.flag, **one.flag_options | options, help=help)
 
 
-def _setting_named(name: str) -> Setting:
+def _find_setting(name: str) -> Setting:
     table, _, key = name.partition(".")
-    return declared_tables()[table][key]
+    return list_tables()[table][key]
 
 
 def _add_flag_of(parser: argparse._ActionsContainer, one: Setting) -> None:
@@ -450,7 +452,7 @@ def _add_flag_of(parser: argparse._ActionsContainer, one: Setting) -> None:
     parser.add_argument(*filter(None, (one.flag, one.alias)), **one.flag_options, help=one.help + default)
 
 
-def settings_of_flags(
+def read_flags(
     args: argparse.Namespace, config: TrainConfig, tables: Mapping[str, Mapping[str, Any]], *, of_file: bool
 ) -> Tables:
     """Return the settings in `tables`, overridden by the flags of the command line: what replaces settings of `config`.
@@ -458,8 +460,8 @@ def settings_of_flags(
     What a flag replaces is reset (`with_replaced`). With `of_file` degrees of parallelism without a flag stay those of
     the file. Else they are 1, once one of them has a flag.
     """
-    settings: Tables = {table: dict(tables.get(table, {})) for table in declared_tables()}
-    for table, declared_settings in declared_tables().items():
+    settings: Tables = {table: dict(tables.get(table, {})) for table in list_tables()}
+    for table, declared_settings in list_tables().items():
         for name, one in declared_settings.items():
             value = getattr(args, one.flag.lstrip("-").replace("-", "_"), None) if one.flag else None
             if value is not None:

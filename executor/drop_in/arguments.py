@@ -19,7 +19,7 @@ from dynapipe_ext.executor.drop_in.sample_streams import LongSamples
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.store.address import StoreAddress, named_store
 from dynapipe_ext.models.megatron_arguments import OWN_PREFIX
-from dynapipe_ext.settings.declared import declared
+from dynapipe_ext.settings.declared import list_settings
 from dynapipe_ext.settings.tables import PlanSettings, TopologySettings
 
 
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add --dynapipe-*, once; an `extra_args_provider` of Megatron-LM."""
     if _flag("costs") in parser._option_string_actions:
         return parser
-    plan, group = declared(PlanSettings), parser.add_argument_group(title="dynapipe-ext")
+    plan, group = list_settings(PlanSettings), parser.add_argument_group(title="dynapipe-ext")
 
     def add_rule(name: str, help: str) -> None:
         group.add_argument(_flag(name), **plan[name].flag_options, help=help)
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         _flag("width"),
-        **declared(TopologySettings)["width"].flag_options,
+        **list_settings(TopologySettings)["context_parallel"].flag_options,
         help="data parallel ranks that join into one replica of planned data, each with a slice of every row; auto: as"
         " many as are fastest for each step (default: 1)",
     )

@@ -11,7 +11,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.entry_shapes import ShapeOf
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.settings.declared import declared
+from dynapipe_ext.settings.declared import list_settings
 from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
 from dynapipe_ext.settings.tables import PlanSettings
 
@@ -43,7 +43,9 @@ class DropInSettings(PlanRules):
 
     def __post_init__(self) -> None:
         if (limit := self.memory_limit_gb) is not None:
-            declared(PlanSettings)["memory_limit_gb"].checked(float(limit) if isinstance(limit, Real) else limit)
+            list_settings(PlanSettings)["memory_limit_gb"].check_value(
+                float(limit) if isinstance(limit, Real) else limit
+            )
         if self.placement not in get_args(MegatronPlacement):
             choices = ", ".join(get_args(MegatronPlacement))
             raise ConfigError(f"placement is {self.placement!r}: choose from {choices}")

@@ -29,7 +29,7 @@ from dynapipe_ext.schedules.evaluation.bounds import Certificate
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predict
-from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags, settings_of_flags
+from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags, read_flags
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.console import counted, delivering, output
 from dynapipe_ext.tools.files import read_json
@@ -295,4 +295,4 @@ def best_in_time(
 def _config(args: argparse.Namespace) -> TrainConfig:
     """The file's settings, or the defaults, with the flags on top."""
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
-    return config.with_values(**settings_of_flags(args, config, {}, of_file=bool(args.config)))
+    return config.with_values(**read_flags(args, config, {}, of_file=bool(args.config)))

@@ -49,7 +49,7 @@ from dynapipe_ext.launch.run.outcome import versions
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.reproducible import exp, log
-from dynapipe_ext.settings.train_config import DEGREES, TrainConfig, add_flag, settings_of_flags
+from dynapipe_ext.settings.train_config import DEGREES, TrainConfig, add_flag, read_flags
 from dynapipe_ext.tools.account.profile_errors import HeldOutErrors, errors_of_pieces, errors_table, held_out_errors
 from dynapipe_ext.tools.console import counted, deliver, say_loading
 from dynapipe_ext.tools.files import Fields, read_json, write_atomic, write_output
@@ -436,7 +436,7 @@ def _widths_to_measure(args: argparse.Namespace, config: TrainConfig, model: Arc
 def _config(args: argparse.Namespace) -> TrainConfig:
     """Settings of a run of the model: those of the file, or of the named model alone, with the flags on top."""
     config = TrainConfig.read(args.config) if args.config else _config_of_model(args.model, args.dtype)
-    return config.with_values(**settings_of_flags(args, config, {}, of_file=True))
+    return config.with_values(**read_flags(args, config, {}, of_file=True))
 
 
 def _config_of_model(name: str, dtype: str | None) -> TrainConfig:

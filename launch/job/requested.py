@@ -45,8 +45,8 @@ from dynapipe_ext.launch.processes.cluster import LOST_STATUS
 from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, num_ranks_here, store_password
 from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.store import asked_store
-from dynapipe_ext.settings.deepspeed_settings import read_deepspeed_config, settings_in
-from dynapipe_ext.settings.train_config import TrainConfig, add_setting_flags, settings_of_flags
+from dynapipe_ext.settings.deepspeed_settings import extract_settings, read_deepspeed_config
+from dynapipe_ext.settings.train_config import TrainConfig, add_setting_flags, read_flags
 from dynapipe_ext.tools.console import counted, say_loading
 from dynapipe_ext.tools.step_listeners import require_logger
 
@@ -115,7 +115,7 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
     if args.model:
         config = _with_model(config, args)
     of_file = bool(args.config or args.resume)
-    tables: dict[str, dict[str, Any]] = settings_of_flags(args, config, {"run": debug_settings()}, of_file=of_file)
+    tables: dict[str, dict[str, Any]] = read_flags(args, config, {"run": debug_settings()}, of_file=of_file)
     optimizer = tables.setdefault("optimizer", {})
     if "lr" in optimizer and "min_lr" not in optimizer:
         optimizer["min_lr"] = config.optimizer.min_lr * optimizer["lr"] / config.optimizer.lr
@@ -322,7 +322,7 @@ def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
         tables = usual_settings(min(num_ranks, num_ranks_here() or num_ranks)) | tables
     if tables["model"]["init_from"]:
         adapts = config.lora.enabled if args.lora is None else args.lora
-        engine = settings_in(config.deepspeed.described)["optimizer"] if config.deepspeed.described else {}
+        engine = extract_settings(config.deepspeed.described)["optimizer"] if config.deepspeed.described else {}
         named = {name for table, name in config.named if table == "optimizer"}
         tables |= usual_rates({*named, *engine}, adapts=adapts)
     return config.with_values(**_beside_file(tables, config))
@@ -334,7 +334,8 @@ def _beside_file(tables: dict[str, dict[str, Any]], config: TrainConfig) -> dict
     kept = {"model": ("max_seq_len",)} if "architecture" in tables.get("model", {}) else {}
     if path := tables.get("deepspeed", {}).get("config"):
         kept |= {
-            name: (*kept.get(name, ()), *values) for name, values in settings_in(read_deepspeed_config(path)).items()
+            name: (*kept.get(name, ()), *values)
+            for name, values in extract_settings(read_deepspeed_config(path)).items()
         }
     of_file = {
         table: {name: getattr(getattr(config, table), name) for name in names if (table, name) in config.named}

@@ -30,7 +30,7 @@ from dynapipe_ext.launch.job.configured import (
 )
 from dynapipe_ext.launch.job.model_folder import refuse_unsupported
 from dynapipe_ext.launch.job.run_costs import kept_on_host
-from dynapipe_ext.settings.deepspeed_settings import settings_in
+from dynapipe_ext.settings.deepspeed_settings import extract_settings
 from dynapipe_ext.settings.tables import DeepSpeedSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import counted
@@ -223,7 +223,7 @@ def _changes(config: TrainConfig, place: Place, *, adapts: bool) -> Iterator[tup
 def _changed(
     config: TrainConfig, degrees: dict[str, int], dtype: str, engine: dict[str, Any], *, adapts: bool
 ) -> TrainConfig:
-    tables: dict[str, dict[str, Any]] = settings_in(engine) if engine else {}
+    tables: dict[str, dict[str, Any]] = extract_settings(engine) if engine else {}
     tables["model"] = tables.get("model", {}) | {"dtype": dtype}
     if adapts:
         tables["lora"] = {"enabled": True}

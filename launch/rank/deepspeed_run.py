@@ -23,7 +23,7 @@ from dynapipe_ext.launch.processes.cluster import say_at_once
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.launch.rank.transformers_run import model_description, rank_parts
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.settings.deepspeed_settings import engine_config
+from dynapipe_ext.settings.deepspeed_settings import make_engine_config
 from dynapipe_ext.settings.train_config import TrainConfig
 
 
@@ -34,7 +34,7 @@ def build_deepspeed(
     settings, topology, num_steps = config.deepspeed, topology_of(config), config.run.steps
     assert settings.described is not None
     parallel = ParallelContext(topology, device=device, timeout_s=config.job.timeout_s)
-    made = engine_config(
+    made = make_engine_config(
         settings.described,
         config.optimizer,
         dtype=config.model.dtype,

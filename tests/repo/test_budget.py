@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
-from dynapipe_ext.settings.train_config import declared_tables
+from dynapipe_ext.settings.train_config import list_tables
 from tests.repo.test_options import PARSERS
 from tests.support.size import BUDGET, sizes_of_packages
 
@@ -43,5 +43,5 @@ def test_options_become_no_more() -> None:
         for name, parser in PARSERS.items()
     }
     assert {name: num for name, num in num_flags.items() if num > RECORDED["flags"][name]} == {}
-    num_keys = sum(map(len, declared_tables().values()))
+    num_keys = sum(map(len, list_tables().values()))
     assert num_keys <= RECORDED["keys"]["all"]

@@ -20,10 +20,10 @@ from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.launch import subcommands
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.settings.declared import declared
+from dynapipe_ext.settings.declared import list_settings
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.settings.tables import PlanSettings
-from dynapipe_ext.settings.train_config import TrainConfig, declared_tables
+from dynapipe_ext.settings.train_config import TrainConfig, list_tables
 from tests.support.limits import LIMIT_S
 
 # Where one word means a choice of another set in another subcommand: figures of a GPU, or torch's device.
@@ -31,7 +31,7 @@ OWN_CHOICES = {"device", "dtype", "schedule", "recompute"}
 # `estimate` searches: it takes several, with commas, of what others take one of; and a range of tokens.
 SEARCHED = {("estimate", name) for name in ("tp", "pp", "cp", "layout", "recompute", "tokens_per_batch")}
 SEARCHED.add(("profile", "recompute"))
-DECLARED = {flag: one for settings in declared_tables().values() for one in settings.values() if (flag := one.flag)}
+DECLARED = {flag: one for settings in list_tables().values() for one in settings.values() if (flag := one.flag)}
 HOUSE = Path(__file__).parents[2]
 
 
@@ -98,24 +98,24 @@ def test_no_flag_of_a_setting_is_declared_by_hand() -> None:
 def test_every_key_of_the_settings_file_has_a_declared_type_and_default_within_its_bounds() -> None:
     tables = {table: owner for table, owner in get_type_hints(TrainConfig).items() if table != "named"}
     fields_of = {table: {field.name for field in fields(owner)} for table, owner in tables.items()}
-    undeclared = {table: names - declared_tables()[table].keys() for table, names in fields_of.items()}
+    undeclared = {table: names - list_tables()[table].keys() for table, names in fields_of.items()}
     assert {table: names for table, names in undeclared.items() if names} == {
         "model": {"described", "cut"},  # read from what the settings name, and proven of it
         "lora": {"described"},
         "deepspeed": {"described"},
         "plan": {"replica_counts"},  # decided by what replicas do together
     }
-    for table, settings in declared_tables().items():
+    for table, settings in list_tables().items():
         for one in settings.values():
-            assert one.checked(one.default, f"[{table}] ") == getattr(getattr(TrainConfig(), table), one.name)
+            assert one.check_value(one.default, f"[{table}] ") == getattr(getattr(TrainConfig(), table), one.name)
 
 
 @pytest.mark.parametrize("owner", [PlanSettings, Planner, DropInSettings])
 def test_plan_rules_are_declared_once_and_held_whole(owner: type) -> None:
     """By a run's settings, the planner and the drop-in; another default is all that they may say themselves."""
     assert issubclass(owner, PlanRules)
-    same = {name: replace(one, default=None) for name, one in declared(PlanRules).items()}
-    assert {name: replace(declared(owner)[name], default=None) for name in same} == same
+    same = {name: replace(one, default=None) for name, one in list_settings(PlanRules).items()}
+    assert {name: replace(list_settings(owner)[name], default=None) for name in same} == same
 
 
 def test_an_option_has_one_name() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.subcommands import SUBCOMMANDS
 from dynapipe_ext.settings.declared import Setting
-from dynapipe_ext.settings.train_config import TrainConfig, declared_tables
+from dynapipe_ext.settings.train_config import TrainConfig, list_tables
 
 PAGE = Path(__file__).resolve().parents[2] / ".github" / "docs" / "configuration.md"
 _OPENING = """# Configuration
@@ -48,7 +48,7 @@ def page() -> str:
 
 def _tables() -> Iterator[str]:
     owners = get_type_hints(TrainConfig)
-    for table, settings in declared_tables().items():
+    for table, settings in list_tables().items():
         yield f"### [{table}]"
         yield ""
         yield " ".join((owners[table].__doc__ or "").split()).replace("|", "\\|")
@@ -94,7 +94,7 @@ def _toml(value: object) -> str:
 
 def _commands() -> Iterator[str]:
     """The flags of each command that stand for no key of the file."""
-    keys = {one.flag for settings in declared_tables().values() for one in settings.values()}
+    keys = {one.flag for settings in list_tables().values() for one in settings.values()}
     for name, parser in parsers().items():
         shown = [action for action in parser._actions if action.dest != "help"]
         own = [action for action in shown if not {*action.option_strings} & keys]

@@ -16,7 +16,7 @@ from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.configured import architecture_of
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.settings.removed import translate_saved
-from dynapipe_ext.settings.train_config import TrainConfig, declared_tables
+from dynapipe_ext.settings.train_config import TrainConfig, list_tables
 from dynapipe_ext.tools.files import toml_of
 
 QUICKSTART = Path("launch/configs/quickstart.toml")
@@ -120,7 +120,7 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ('[topology]\npp = 1\n[plan]\nschedule = "v-half"', r"placement v of 2 stages on each of 1 ranks"),
         (
             '[topology]\nplacement = "auto"\n[plan]\nschedule = "zb-v"',
-            r"placement is 'auto', but schedule 'zb-v' runs under one alone, v: leave placement out",
+            r"placement is 'auto', but schedule 'zb-v' runs under only one, v: leave placement out",
         ),
         ('[plan]\nlayout = "rolled"', r"layout is 'rolled': choose from padded, packed"),
         ('[plan]\nschedule = "2f2b"', r"schedule is '2f2b': choose from adaptive, .*"),
@@ -163,7 +163,7 @@ def test_a_wrong_setting_is_named_with_file_table_and_bound(tmp_path: Path, text
     assert "\n" not in str(caught.value)
 
 
-NUMBERS = [(t, one) for t, s in declared_tables().items() for one in s.values() if one.kind in (int, float)]
+NUMBERS = [(t, one) for t, s in list_tables().items() for one in s.values() if one.kind in (int, float)]
 
 
 @pytest.mark.parametrize(("table", "one"), NUMBERS, ids=lambda value: getattr(value, "name", value))
@@ -172,14 +172,14 @@ def test_every_number_is_taken_at_its_bounds_and_refused_beyond_by_table_name_an
     open_ends = [bound for bound in (one.above, one.below) if abs(bound) < math.inf]
     for bound in (one.at_least, one.at_most):
         if one.above < bound < one.below:
-            assert one.checked(one.kind(bound)) == bound
+            assert one.check_value(one.kind(bound)) == bound
     for value in map(one.kind, (one.at_least - 1, one.at_most + 1, *open_ends)):
         said = re.escape(f"config: [{table}] {one.name} is {short(value)} but must be ")
         with pytest.raises(ConfigError, match=rf"^{said}(at least|above|at most|below) -?[\d,]+"):
             TrainConfig.from_json({table: {one.name: value}})
     if one.kind is float:
         with pytest.raises(ConfigError, match=rf"{one.name} is nan but must be a finite number"):
-            one.checked(math.nan)
+            one.check_value(math.nan)
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_a_model_named_by_a_flag_takes_the_place_of_the_files_sizes(tmp_path: Pa
         ),
         (
             'architecture = "mixtral-8x7b"',
-            "mixtral-8x7b has 8 experts, which Megatron trains with tp 2 under sequence parallelism alone",
+            "mixtral-8x7b has 8 experts, which Megatron trains with tp 2 only under sequence parallelism",
         ),
         ('architecture = "gemma-2-9b"\n[plan]\npieces = "auto"', r"pieces is 'auto' but .*sliding_window 4096"),
         ("num_decoder_layers = 2\n[plan]\npieces = 512", "pieces is 512 but inputs of an encoder-decoder"),
@@ -489,7 +489,7 @@ def test_a_named_model_that_is_contradicted_or_cannot_be_trained_is_refused(
 def test_no_text_of_settings_holds_a_nul(tmp_path: Path) -> None:
     """Nothing that takes a path, an address or a name could take it: it would be a traceback, or a rank's end."""
     num_texts = 0
-    for table, settings in declared_tables().items():
+    for table, settings in list_tables().items():
         for name, one in settings.items():
             if one.kind in (str, tuple[str, ...]) and (table, name) != ("deepspeed", "config"):  # read at once
                 value = json.dumps("a\0b") if one.kind is str else json.dumps(["a", "a\0b"])

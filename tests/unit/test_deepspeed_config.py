@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.settings.deepspeed_settings import engine_config, read_deepspeed_config
+from dynapipe_ext.settings.deepspeed_settings import make_engine_config, read_deepspeed_config
 from dynapipe_ext.settings.tables import DeepSpeedSettings, OptimizerSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 
@@ -51,7 +51,7 @@ SETTINGS = OptimizerSettings(lr=3e-5, min_lr=0.0, betas=(0.9, 0.95), weight_deca
 
 def made(raw: dict[str, Any], *, compiles: bool = True, dtype: str = "bfloat16") -> Any:
     options: dict[str, Any] = {"hidden_size": 100, "num_steps": 50, "num_replicas": 4, "compiles": compiles}
-    return engine_config(raw, SETTINGS, dtype=dtype, **options)
+    return make_engine_config(raw, SETTINGS, dtype=dtype, **options)
 
 
 def test_every_auto_is_filled_in_and_nothing_counts_as_overridden() -> None:
@@ -150,7 +150,7 @@ def test_what_an_engine_leaves_on_the_host_is_read_of_its_stage(
         ('{"elasticity": {"enabled": true}}', "elasticity is enabled.*with --resume"),
         ('{"tensor_parallel": {"autotp_size": 2}}', "tensor_parallel cuts the model"),
         ('{"checkpoint": 3}', "checkpoint is 3 but must be an object"),
-        ('{"zero_optimisation": {"stage": 2}}', "zero_optimisation is no name.*did you mean zero_optimization"),
+        ('{"zero_optimisation": {"stage": 2}}', "zero_optimisation is unknown.*did you mean zero_optimization"),
         ('{"bfloat16": {"enabled": true}}', "bfloat16 is the old name of a section: write bf16"),
         ('{"zero_optimization": {"stage": 2, "offload_optimizer": true}}', "offload_optimizer is True but must be an"),
         ('{"bf16": {"enabled": "yes"}}', "bf16.enabled is 'yes' but must be true, false"),

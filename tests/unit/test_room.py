@@ -24,7 +24,7 @@ from dynapipe_ext.executor.free_memory import Room, free_bytes, most_free_bytes,
 from dynapipe_ext.launch.job import model_folder, requested
 from dynapipe_ext.launch.job.requested import requested_job
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
-from dynapipe_ext.settings.tables import moments_of
+from dynapipe_ext.settings.tables import count_moments
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.unit.test_model_flags import LLAMA
 
@@ -198,8 +198,8 @@ def test_moments_are_as_many_as_the_optimizer_keeps(made: Any, kind: str, option
     optimizer = made([weight], lr=0.1, **options)
     optimizer.step()
     kept = sum(value.numel() for value in optimizer.state[weight].values() if torch.is_tensor(value))
-    assert kept // 100 == moments_of(kind, options)
-    assert moments_of("SGD", {"momentum": "auto"}) == 0, "DeepSpeed's default"
+    assert kept // 100 == count_moments(kind, options)
+    assert count_moments("SGD", {"momentum": "auto"}) == 0, "DeepSpeed's default"
 
 
 def test_held_out_samples_take_what_forwards_alone_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from dynapipe_ext.batch.topology import Topology, Vocabulary, list_cp_degrees
 from dynapipe_ext.errors import ConfigError, DataError, short
-from dynapipe_ext.settings.declared import declared
+from dynapipe_ext.settings.declared import list_settings
 from dynapipe_ext.settings.tables import TopologySettings
 from dynapipe_ext.tools.files import Fields, read_json
 
@@ -97,7 +97,7 @@ def read_plan_file(path: str | Path) -> PlanFile:
         if width > 1:
             needs = f"dp {dp} in blocks of width {width} needs each of 0..{dp // width - 1} once"
         raise ConfigError(f"{path}: the replicas have dp_rank {shown} but {needs}")
-    declared(TopologySettings)["tp"].checked(tp, f"{path}: ")
+    list_settings(TopologySettings)["tp"].check_value(tp, f"{path}: ")
     read = [_read_replica(*replicas[numbers.index(dp_rank)]) for dp_rank in range(dp // width)]
     for dp_rank, replica in enumerate(read):
         if len(replica.ranks) != pp and pp > 0:
