@@ -81,7 +81,7 @@ def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
     if raw.size and not np.issubdtype(raw.dtype, np.integer):
         raise DataError(f"lengths have dtype {raw.dtype} but must be integers")
     if raw.ndim == 1:
-        raw = np.stack([raw, np.zeros_like(raw), raw], axis=1) if raw.size else np.zeros((0, 3), np.int64)
+        raw = np.stack([raw, np.zeros_like(raw), raw], axis=1)
     elif raw.ndim == 2 and raw.shape[1] == 2:
         raw = np.concatenate([raw, np.where(raw[:, 1:] > 0, raw[:, 1:], raw[:, :1])], axis=1)
     if raw.ndim != 2 or raw.shape[1] not in (3, _PAIR_COLUMNS):

@@ -22,7 +22,7 @@ SDPA = "sdpa"
 _SHARED_HEADS = "enable_gqa"  # torch 2.11 shares heads without being asked
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class VarlenKernel:
     """An attention function of an installed package: its module, and its own names of the `arguments` that it has.
 
@@ -32,32 +32,31 @@ class VarlenKernel:
 
     name: str
     module: str
-    function: str = "flash_attn_varlen_func"
     capabilities: range
     arguments: Mapping[str, str]
+    function: str = "flash_attn_varlen_func"
     unbounded: int | None = -1
 
 
 # Best first. Signatures read in flash-attn 2.8 (flash_attn_interface.py), 3 (hopper/flash_attn_interface.py), 4.0.0b36
-# (cute/interface.py), torch 2.11 and 2.13 (nn/attention/varlen.py).
-_FLASH_NAMES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "window_size")
-_TORCH_NAMES = ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size")
-_COMMON = ("queries", "keys", "longest_queries", "longest_keys", "scale", "window")
-_FLASH = dict(zip(_COMMON, _FLASH_NAMES, strict=True)) | {name: name for name in ("causal", "softcap", "deterministic")}
-_TORCH = dict(zip(_COMMON, _TORCH_NAMES, strict=True)) | {"shares_heads": _SHARED_HEADS}
+# (cute/interface.py), torch 2.11 and 2.13 (nn/attention/varlen.py). Arguments are called as flash-attn calls them.
+_FLASH = {
+    name: name
+    for name in (
+        "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "window_size", "causal",
+        "softcap", "deterministic",
+    )
+}  # fmt: skip
+_TORCH = {
+    "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k", "max_seqlen_q": "max_q", "max_seqlen_k": "max_k",
+    "softmax_scale": "scale", "window_size": "window_size", _SHARED_HEADS: _SHARED_HEADS,
+}  # fmt: skip
 KERNELS = (
-    VarlenKernel(name="flash-attn-3", module="flash_attn_interface", capabilities=range(9, 10), arguments=_FLASH),
-    VarlenKernel(
-        name="flash-attn-4", module="flash_attn.cute", capabilities=range(9, 13), arguments=_FLASH, unbounded=None
-    ),
-    VarlenKernel(
-        name="flash-attn-2", module="flash_attn", capabilities=range(8, 13), arguments=_FLASH | {"dropout": "dropout_p"}
-    ),
-    VarlenKernel(
-        name="torch-varlen", module="torch.nn.attention.varlen", function="varlen_attn", capabilities=range(8, 13),
-        arguments=_TORCH,
-    ),
-)  # fmt: skip
+    VarlenKernel("flash-attn-3", "flash_attn_interface", range(9, 10), _FLASH),
+    VarlenKernel("flash-attn-4", "flash_attn.cute", range(9, 13), _FLASH, unbounded=None),
+    VarlenKernel("flash-attn-2", "flash_attn", range(8, 13), _FLASH | {"dropout_p": "dropout_p"}),
+    VarlenKernel("torch-varlen", "torch.nn.attention.varlen", range(8, 13), _TORCH, function="varlen_attn"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +119,7 @@ def pick_kernel(q_THD: torch.Tensor, rule: DocumentMask) -> VarlenKernel | None:
     if rule.has_sinks or not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
         return None
     major = torch.cuda.get_device_capability(q_THD.device)[0]
-    wanted = {"dropout": rule.dropout, "softcap": rule.softcap, "deterministic": rule.is_deterministic}
+    wanted = {"dropout_p": rule.dropout, "softcap": rule.softcap, "deterministic": rule.is_deterministic}
     needed = {key for key, value in wanted.items() if value}
     for kernel in KERNELS:
         if major in kernel.capabilities and needed <= kernel.arguments.keys() and _load_once(kernel)[0] is not None:
@@ -148,17 +147,17 @@ def attend_by_kernel(
     if rule.is_causal:  # torch has no such argument, but a window without a right side
         ahead = 0 if rule.window is not None or "causal" not in arguments else kernel.unbounded
     values = {
-        "queries": borders.sums,
-        "keys": keys.sums,
-        "longest_queries": max(borders.lengths),
-        "longest_keys": max(keys.lengths),
-        "scale": rule.scale,
-        "window": (back, ahead),
+        "cu_seqlens_q": borders.sums,
+        "cu_seqlens_k": keys.sums,
+        "max_seqlen_q": max(borders.lengths),
+        "max_seqlen_k": max(keys.lengths),
+        "softmax_scale": rule.scale,
+        "window_size": (back, ahead),
         "causal": rule.is_causal,
-        "dropout": rule.dropout,
+        "dropout_p": rule.dropout,
         "softcap": rule.softcap,
         "deterministic": rule.is_deterministic,
-        "shares_heads": q_THD.shape[1] != k_THD.shape[1],
+        _SHARED_HEADS: q_THD.shape[1] != k_THD.shape[1],
     }
     out = function(q_THD, k_THD, v_THD, **{name: values[key] for key, name in arguments.items()})
     out_THD: torch.Tensor = out[0] if isinstance(out, tuple) else out  # some also return the sums of the softmax

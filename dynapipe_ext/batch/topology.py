@@ -216,11 +216,6 @@ class Topology:
         """Return the number of the part that a stage holds: its pipeline rank, or 0 of an unsplit vocabulary.
 
         Part k of pp begins at row k V / pp. Raises ConfigError for a stage that holds no part.
-
-        >>> from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
-        >>> spread = split_vocabulary(Topology(pp=3), "head")
-        >>> [spread.vocabulary_part(stage) for stage in spread.head_stages]
-        [2, 1, 0]
         """
         chains = [stages for stages in (self.embedding_stages, self.head_stages) if stage in stages]
         if not chains:
@@ -280,9 +275,6 @@ class Topology:
 
         >>> Topology(pp=2, placement=(0, 1, 1, 0)).placement_name
         'v, 2 stages a rank'
-        >>> from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
-        >>> split_vocabulary(Topology(pp=2), "head").placement_name
-        'linear, head spread'
         """
         ranks = self.stage_ranks[self.layer_stages.start : self.layer_stages.stop]
         rounds, rest = divmod(len(ranks), self.pp)
