@@ -169,21 +169,14 @@ class Topology:
             raise ConfigError(f"vocabulary is {short(self.vocabulary)} but must be one of {choices}")
         if self.vocabulary == "whole":
             return
-        problem, layers = "", self.layers_per_stage
-        num_added = (self.pp - 1) * (2 if self.vocabulary == "both" else 1)
+        problem, layers, held = "", self.layers_per_stage, self.layer_stages
+        chains = [[self.stage_ranks[i] for i in stages] for stages in (self.embedding_stages, self.head_stages) if held]
         if self.pp < 2:
             problem = f"is split over pipeline ranks, but pp is {self.pp}: give 2 or more, or leave it whole"
-        elif self.num_stages <= num_added:
-            problem = f"needs {num_added} stages without layers in addition to those of layers: there are "
-            problem += f"{self.num_stages} in all"
-        else:
-            for name, stages in ("head", self.head_stages), ("embedding", self.embedding_stages):
-                ranks = [self.stage_ranks[stage] for stage in stages]
-                if len(stages) > 1 and sorted(ranks) != list(range(self.pp)):
-                    problem = f"puts parts of the {name} on pipeline ranks {short(tuple(ranks))}: each rank has one"
-            if any(count for stage, count in enumerate(layers) if stage not in self.layer_stages):
-                held = self.layer_stages
-                problem = f"has layers only on stages {held.start}..{held.stop - 1}: not layers_per_stage {layers}"
+        elif not held or any(len(chain) > 1 and sorted(chain) != list(range(self.pp)) for chain in chains):
+            problem = f"needs a chain of a stage per rank on each side that is split: not placement {self.stage_ranks}"
+        elif any(count for stage, count in enumerate(layers) if stage not in held):
+            problem = f"has layers only on stages {held.start}..{held.stop - 1}: not layers_per_stage {layers}"
         if problem:
             raise ConfigError(f"vocabulary {self.vocabulary!r} {problem} (`split_vocabulary` makes such topologies)")
 

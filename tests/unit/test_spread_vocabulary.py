@@ -73,8 +73,8 @@ def test_topologies_say_their_vocabulary_in_json_where_it_is_spread() -> None:
     [
         ({"pp": 2, "vocabulary": "tail"}, "vocabulary is 'tail' but must be one of whole, head, both"),
         ({"pp": 1, "vocabulary": "head"}, "is split over pipeline ranks, but pp is 1"),
-        ({"pp": 2, "vocabulary": "both"}, "needs 2 stages without layers in addition to those of layers: there are 2"),
-        ({"pp": 2, "vocabulary": "head", "placement": (1, 0, 0)}, "puts parts of the head on pipeline ranks (0, 0)"),
+        ({"pp": 2, "vocabulary": "both"}, "needs a chain of a stage per rank"),
+        ({"pp": 2, "vocabulary": "head", "placement": (1, 0, 0)}, "needs a chain of a stage per rank"),
         (
             {"pp": 2, "vocabulary": "head", "placement": (0, 1, 0), "layers_per_stage": (2, 1, 1)},
             "has layers only on stages 0..1",
