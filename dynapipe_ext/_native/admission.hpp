@@ -146,7 +146,7 @@ class Admission {
     }
   }
 
-  // The first position whose forward has started on a stage and whose gradient has not; m where there is none.
+  // The first position whose forward has started on a stage and whose gradient has not; m if there is none.
   int oldest(int s, int m) const {
     for (int q = 0; q < stage_[s].forwards_started; ++q) {
       if (gradients_->place[q] >= stage_[s].gradients_started) return q;

@@ -81,9 +81,9 @@ std::tuple<Cuts, Groups, std::vector<i64>, Actions> search(nb::handle problem_ob
   const Machine machine = read_machine(problem);
   Costs costs = make_costs(records, shapes, machine.stage_rank.size());
   read_pieces(problem, costs);
-  std::vector<Rule> rules;
+  std::vector<DispatchPolicy> policies;
   for (auto [extra, rhythm, patience] : problem.get<std::vector<std::tuple<int, int, int>>>("policies")) {
-    rules.push_back({extra, rhythm, patience});
+    policies.push_back({extra, rhythm, patience});
   }
   SharedCores cores;
   if (const nb::object shared = problem.get<nb::object>("cores"); !shared.is_none()) {
@@ -91,7 +91,7 @@ std::tuple<Cuts, Groups, std::vector<i64>, Actions> search(nb::handle problem_ob
   }
   const auto [spread, most] = problem.get<std::pair<i64, i64>>("noise");
   require(spread >= 0 && most >= 0 && spread < Disturbances::kScale, "times are disturbed by a part of themselves");
-  const Walk walk{PyLong_AsUnsignedLongLongMask(schedule.get<nb::int_>("seed").ptr()), schedule.get_number("moves", 0),
+  const AnnealingSchedule walk{PyLong_AsUnsignedLongLongMask(schedule.get<nb::int_>("seed").ptr()), schedule.get_number("moves", 0),
                   schedule.get_number("begun", 0), schedule.get_number("cooling", 1)};
   require_in_turn(cuts, shapes.shape(0));
   State state;
@@ -103,13 +103,13 @@ std::tuple<Cuts, Groups, std::vector<i64>, Actions> search(nb::handle problem_ob
     require(!replica.empty(), "a replica has no order to start from");
     require_items(replica, cuts.size());
   }
-  Search job(std::move(costs), machine, std::move(rules), problem.get<bool>("equal_counts"), cores, spread, most);
+  Search job(std::move(costs), machine, std::move(policies), problem.get<bool>("equal_counts"), cores, spread, most);
   Actions actions;
   {
     nb::gil_scoped_release unlocked;
     const int replicas = static_cast<int>(orders.size());
     state.groups.resize(replicas);
-    state.rule.assign(replicas, 0);
+    state.policy.assign(replicas, 0);
     state.makespan.assign(replicas, 0);
     bool possible = true;
     for (int d = 0; d < replicas; ++d) {

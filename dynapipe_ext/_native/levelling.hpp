@@ -8,16 +8,11 @@ namespace dynapipe {
 class Levelling : private Moves {
  public:
   Levelling(const Machine& machine, Costs costs, bool equal_counts)
-      : Moves(std::move(costs), 1, equal_counts, false), ranks_(machine.ranks), total_(costs_.shapes, 0), work_(ranks_) {
-    std::vector<Way> ways(ranks_);
+      : Moves(std::move(costs), 1, equal_counts, false), ranks_(machine.ranks), ways_(static_cast<std::size_t>(costs_.shapes) * ranks_), total_(costs_.shapes, 0),
+        work_(ranks_) {
     for (int shape = 0; shape < costs_.shapes; ++shape) {
-      machine.measure(costs_.records + static_cast<std::size_t>(shape) * machine.stages * kFields, ways.data());
-      for (const Way& way : ways) {
-        work_of_.push_back(way.work);
-        head_.push_back(way.down);
-        tail_.push_back(way.up);
-        total_[shape] += way.work;
-      }
+      machine.measure(costs_.records + static_cast<std::size_t>(shape) * machine.stages * kFields, ways_of(shape));
+      for (int r = 0; r < ranks_; ++r) total_[shape] += ways_of(shape)[r].work;
     }
   }
 
@@ -44,6 +39,8 @@ class Levelling : private Moves {
  private:
   static constexpr i64 kLargest = 3;
 
+  Way* ways_of(int shape) { return &ways_[static_cast<std::size_t>(shape) * ranks_]; }
+
   // About how long a good order of a replica's cuts takes that has the cheapest first and the next one last.
   i64 time_of(const State& state, int d) {
     const auto& group = state.groups[d];
@@ -53,8 +50,8 @@ class Levelling : private Moves {
     i64 largest = 0;
     for (int m : group) {
       const int shape = shape_of(state.cuts[m]);
-      const i64* const work = &work_of_[static_cast<std::size_t>(shape) * ranks_];
-      for (int r = 0; r < ranks_; ++r) work_[r] += work[r];
+      const Way* const ways = ways_of(shape);
+      for (int r = 0; r < ranks_; ++r) work_[r] += ways[r].work;
       const std::pair<i64, int> mine{total_[shape], shape};
       largest = std::max(largest, mine.first);
       if (mine < first) {
@@ -65,17 +62,15 @@ class Levelling : private Moves {
       }
     }
     const int last = group.size() == 1 ? first.second : second.second;
-    const i64* const head = &head_[static_cast<std::size_t>(first.second) * ranks_];
-    const i64* const tail = &tail_[static_cast<std::size_t>(last) * ranks_];
     i64 time = 0;
-    for (int r = 0; r < ranks_; ++r) time = std::max(time, head[r] + work_[r] + tail[r]);
+    for (int r = 0; r < ranks_; ++r) time = std::max(time, ways_of(first.second)[r].down + work_[r] + ways_of(last)[r].up);
     return time + kLargest * largest / ranks_;
   }
 
   const int ranks_;
-  std::vector<i64> work_of_, head_, tail_;  // [shape][rank]: its work, and the least time before and after it
-  std::vector<i64> total_;                  // [shape]: the work of all ranks
-  std::vector<i64> work_;                   // [rank], of one replica
+  std::vector<Way> ways_;   // [shape][rank]
+  std::vector<i64> total_;  // [shape]: the work of all ranks
+  std::vector<i64> work_;   // [rank], of one replica
 };
 
 }  // namespace dynapipe

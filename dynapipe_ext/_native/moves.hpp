@@ -14,7 +14,7 @@ struct Costs {
   std::vector<int> sample_of;                   // [item]: the sample that it is a piece of, or -1
 };
 
-enum Move { kSwap, kInsert, kRule, kRecompute, kGive, kExchange, kShift, kDivide, kApart };
+enum Move { kSwap, kInsert, kPolicy, kRecompute, kGive, kExchange, kShift, kDivide, kApart };
 constexpr i64 kMostWeight = 4;
 constexpr int kMostApart = 3;  // micro-batches between two pieces of a sample that is put elsewhere
 
@@ -24,8 +24,8 @@ class Moves {
   using Value = std::pair<i64, i64>;  // the largest makespan, the sum of all
 
   // If `are_ordered`, what a replica receives takes a random place in its order; otherwise it is added at the end.
-  Moves(Costs costs, std::size_t num_rules, bool equal_counts, bool are_ordered)
-      : costs_(std::move(costs)), num_rules_(num_rules), equal_counts_(equal_counts), are_ordered_(are_ordered) {}
+  Moves(Costs costs, std::size_t num_policies, bool equal_counts, bool are_ordered)
+      : costs_(std::move(costs)), num_policies_(num_policies), equal_counts_(equal_counts), are_ordered_(are_ordered) {}
   ~Moves() = default;
 
   // What moves may raise a little: mostly the largest makespan, and a little the mean, so that other replicas make room.
@@ -63,7 +63,7 @@ class Moves {
   bool try_move() {
     groups_before_.clear();
     cuts_before_.clear();
-    rule_before_.first = -1;
+    policy_before_.first = -1;
     floor_before_ = state_.floor;
     if (!move()) {
       undo();
@@ -97,7 +97,7 @@ class Moves {
       makespans_.set(saved.replica, saved.makespan);
     }
     for (const auto& saved : cuts_before_) state_.cuts[saved.first] = saved.second;
-    if (rule_before_.first >= 0) state_.rule[rule_before_.first] = rule_before_.second;
+    if (policy_before_.first >= 0) state_.policy[policy_before_.first] = policy_before_.second;
     state_.floor = floor_before_;
   }
 
@@ -118,7 +118,7 @@ class Moves {
   void keep_as_best() {
     for (int d : replicas_since_) {
       best_.groups[d] = state_.groups[d];
-      best_.rule[d] = state_.rule[d];
+      best_.policy[d] = state_.policy[d];
       best_.makespan[d] = makespans_.of(d);
     }
     best_.cuts.resize(state_.cuts.size(), {-1, -1, 0});
@@ -153,10 +153,10 @@ class Moves {
         mine.insert(mine.begin() + j, m);
         return i != j;
       }
-      case kRule:
-        rule_before_ = {d, state_.rule[d]};
-        state_.rule[d] = static_cast<int>(a % num_rules_);
-        return state_.rule[d] != rule_before_.second;
+      case kPolicy:
+        policy_before_ = {d, state_.policy[d]};
+        state_.policy[d] = static_cast<int>(a % num_policies_);
+        return state_.policy[d] != policy_before_.second;
       case kRecompute: {
         Cut& cut = state_.cuts[mine[i]];
         const int kind = static_cast<int>(b % costs_.kinds);
@@ -270,14 +270,14 @@ class Moves {
 
   void save_cut(int m) { cuts_before_.push_back({m, state_.cuts[m]}); }
 
-  const std::size_t num_rules_;
+  const std::size_t num_policies_;
   const bool equal_counts_, are_ordered_;
   Random random_{0};
   std::vector<int> types_;
   std::vector<int> begins_at_, ends_at_;  // [item]: the cut that begins there, and that ends before it
   std::vector<int> owner_;                // [cut]: its replica
   std::vector<std::pair<int, Cut>> cuts_before_;
-  std::pair<int, int> rule_before_{-1, 0};
+  std::pair<int, int> policy_before_{-1, 0};
   i64 floor_before_ = 0;
   std::vector<int> replicas_since_, cuts_since_;  // what has changed since the best
   Value best_value_;

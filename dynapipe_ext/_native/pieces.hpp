@@ -11,7 +11,7 @@ enum Field { kForward, kGradient, kWeight, kStored, kWorking, kTransfer, kFields
 // The order in which gradients run on every stage, by position in the injection order.
 struct GradientOrder {
   std::vector<int> order, place;   // positions as their gradients run on every stage; each position's place there
-  std::vector<int> first, last;    // pieces of the sample of each position; itself where it is whole
+  std::vector<int> first, last;    // pieces of the sample of each position; itself if it is whole
   int most_pieces = 1;             // of one sample
   bool empty = true;               // no pieces: the rest is not filled, and gradients run in injection order
 

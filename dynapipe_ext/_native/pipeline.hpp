@@ -1,11 +1,11 @@
-// One replica's micro-batches in injection order, and the dispatch rules that order their actions.
+// One replica's micro-batches in injection order, and the dispatch policies that order their actions.
 #pragma once
 
 #include "admission.hpp"
 
 namespace dynapipe {
 
-// Dispatches by a rule. A position is a place in the injection order; every stage runs its forwards in that order, and
+// Dispatches by a policy. A position is a place in the injection order; every stage runs its forwards in that order, and
 // its gradients in that of `GradientOrder`.
 class Dispatcher : public Admission {
  public:
@@ -16,7 +16,7 @@ class Dispatcher : public Admission {
   }
 
   // Makespan, or at least `give_up` (kNever: memory blocks it) once it is known to be that. `track` holds the records
-  // and the rule, and receives the rest; `like`, if given, is a finished pass.
+  // and the policy, and receives the rest; `like`, if given, is a finished pass.
   i64 run(Track& track, const Track* like, i64 give_up) {
     records_ = track.records.data();
     count_ = static_cast<int>(track.records.size());
@@ -62,7 +62,7 @@ class Dispatcher : public Admission {
   }
 
  private:
-  // Begins at the start, or as far as `like` had come where its positions begin to differ.
+  // Begins at the start, or as far as `like` had come when its positions begin to differ.
   void begin(Track& track, const Track* like) {
     const std::size_t stages = machine_.stages, ranks = machine_.ranks;
     track.forward_at.resize(stages * count_);
@@ -72,7 +72,7 @@ class Dispatcher : public Admission {
     track.ranks.resize(ranks * count_);
     track.moments.resize(count_);
     std::size_t same = 0;
-    if (like && like->rule == track.rule) {
+    if (like && like->policy == track.policy) {
       const std::size_t most = std::min(track.records.size(), like->records.size());
       while (same < most && like->records[same] == track.records[same] && like->sample_of[same] == track.sample_of[same]) ++same;
       same = std::min(same, most - 1);
@@ -129,7 +129,7 @@ class Dispatcher : public Admission {
   // kLinear: stage s is on rank s, which the search runs most; its one stage a rank is then known to the compiler.
   template <bool kLinear, bool kPieces>
   i64 dispatch(Track& track, i64 give_up) {
-    const Rule rule = *track.rule;
+    const DispatchPolicy policy = *track.policy;
     const int ranks = machine_.ranks, all = machine_.stages * count_ * (machine_.split ? 3 : 2);
     while (now_.done < all) {
       int r = 0;
@@ -143,11 +143,11 @@ class Dispatcher : public Admission {
       RankState& mine = rank_[r];
       i64 next = kNever;
       Chosen chosen{};
-      if (!choose<kLinear, kPieces>(track, rule, r, time, &chosen, &next)) {
+      if (!choose<kLinear, kPieces>(track, policy, r, time, &chosen, &next)) {
         mine.wake = next;
         continue;
       }
-      const i64 end = start<kLinear, kPieces>(track, rule, r, time, chosen);
+      const i64 end = start<kLinear, kPieces>(track, policy, r, time, chosen);
       if (track.keeps_sequence) track.sequence.push_back(chosen);
       mine.worked += end - time;
       if (end + work_[r] - mine.worked + tail_[r] >= give_up) return kNever;
@@ -159,9 +159,9 @@ class Dispatcher : public Admission {
     return now_.makespan;
   }
 
-  // The action to start now; false with the next time to look at (`next`) where there is none.
+  // Chooses the action to start now; false with the next time to look at (`next`) if there is none.
   template <bool kLinear, bool kPieces>
-  bool choose(Track& track, const Rule& rule, int r, i64 time, Chosen* chosen, i64* next) {
+  bool choose(Track& track, const DispatchPolicy& policy, int r, i64 time, Chosen* chosen, i64* next) {
     const int num_pending = rank_[r].weights_ready - rank_[r].weights_done;
     const int stages = machine_.stages, count = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size());
     const int* const mine = kLinear ? &r : machine_.rank_stages[r].data();
@@ -179,16 +179,16 @@ class Dispatcher : public Admission {
     const bool has_gradient = gradient_stage >= 0;
     if (has_gradient) {
       *chosen = {gradient_stage, nth_gradient<kPieces>(gradient_back), kGradient};
-      if (!rank_[r].wants_forward && rule.rhythm <= 1) return true;
+      if (!rank_[r].wants_forward && policy.rhythm <= 1) return true;
     }
     int forward_stage = -1;
     bool after_weights = false, awaited = false;
     for (int k = count; k-- > 0 && forward_stage < 0;) {
       const int s = mine[k], back = stage_[s].gradients_started, m = stage_[s].forwards_started;
       if (m == count_) continue;
-      if (rule.extra < kNoCap) {
+      if (policy.extra < kNoCap) {
         const bool has_head = back < m && nth_gradient<kPieces>(back) < m;
-        const int most = std::max(1, stages - s + rule.extra) + (kPieces ? gradients_->most_pieces - 1 : 0);
+        const int most = std::max(1, stages - s + policy.extra) + (kPieces ? gradients_->most_pieces - 1 : 0);
         if (has_head && m - back >= most) continue;
       }
       const i64 at = stage_[s].forward_at;
@@ -202,7 +202,7 @@ class Dispatcher : public Admission {
         after_weights = true;
       }
     }
-    awaited &= rule.rhythm > 1 && forward_stage < 0;
+    awaited &= policy.rhythm > 1 && forward_stage < 0;
     if (has_gradient && forward_stage < 0 && !after_weights && !awaited) return true;
     if (forward_stage >= 0) {
       *chosen = {forward_stage, stage_[forward_stage].forwards_started, kForward};
@@ -212,7 +212,7 @@ class Dispatcher : public Admission {
     if (num_pending > 0) {
       const Chosen& front = track.weights[r][rank_[r].weights_done];
       const i64 duration = cost(kWeight, front.stage, front.position);
-      if (*next >= kNever || (time + duration - *next) * 4 <= duration * rule.patience) return take_weight(track, r, chosen);
+      if (*next >= kNever || (time + duration - *next) * 4 <= duration * policy.patience) return take_weight(track, r, chosen);
     }
     return false;
   }
@@ -244,7 +244,7 @@ class Dispatcher : public Admission {
   }
 
   template <bool kLinear, bool kPieces>
-  i64 start(Track& track, const Rule& rule, int r, i64 time, const Chosen& c) {
+  i64 start(Track& track, const DispatchPolicy& policy, int r, i64 time, const Chosen& c) {
     const int s = c.stage, m = c.position, stages = machine_.stages;
     const i64 end = time + cost(c.kind, s, m), stored = cost(kStored, s, m);
     const bool is_short = !kLinear && is_on_short(s);
@@ -278,7 +278,7 @@ class Dispatcher : public Admission {
         gradient_arrives<kPieces>(track, s - 1, m, at);
         wake(s - 1, at);
       }
-      if (!is_short) mine.wants_forward = rule.rhythm > 0;
+      if (!is_short) mine.wants_forward = policy.rhythm > 0;
     } else {
       mine.held -= stored;
       mine.pending_bytes -= stored;

@@ -1,5 +1,5 @@
 // Joint search: where the ordered items are cut into micro-batches, which replica runs each, in what order, recomputing
-// what, dispatched by which rule.
+// what, dispatched by which policy.
 #pragma once
 
 #include <memory>
@@ -17,13 +17,13 @@ class Search : private Moves {
  public:
   // With a `spread`, orders that take no more than `most` are judged by their mean over times that are disturbed by up to
   // `spread` / Disturbances::kScale.
-  Search(Costs costs, Machine machine, std::vector<Rule> rules, bool equal_counts, SharedCores cores, i64 spread, i64 most)
-      : Moves(std::move(costs), rules.size(), equal_counts, true), cores_(cores),
-        stride_(static_cast<std::size_t>(kFields) * machine.stages), rules_(std::move(rules)), dispatcher_(std::move(machine)), disturbances_(dispatcher_.machine(), spread), most_(most) {
+  Search(Costs costs, Machine machine, std::vector<DispatchPolicy> policies, bool equal_counts, SharedCores cores, i64 spread, i64 most)
+      : Moves(std::move(costs), policies.size(), equal_counts, true), cores_(cores),
+        stride_(static_cast<std::size_t>(kFields) * machine.stages), policies_(std::move(policies)), dispatcher_(std::move(machine)), disturbances_(dispatcher_.machine(), spread), most_(most) {
     ways_.resize(static_cast<std::size_t>(costs_.kinds) * costs_.shapes);
   }
 
-  // Makespan of one replica of a state, see Dispatcher::run; where times are disturbed, their mean unless it gives up.
+  // Returns the makespan of one replica of a state, see Dispatcher::run; under disturbed times their mean, unless it gives up.
   i64 run(const State& state, int d, i64 give_up, Track& track, const Track* like) {
     if (!prepare(state, d, track)) return kNever;
     if (!disturbances_.any()) return dispatcher_.run(track, like, give_up);
@@ -32,31 +32,31 @@ class Search : private Moves {
     return found < kNever && !track.records.empty() ? disturbances_.mean(track) : found;
   }
 
-  // Best of all rules over some orders of one replica; the first order stays where nothing runs.
+  // Best of all policies over some orders of one replica; the first order stays if nothing runs.
   void settle(State& state, int d, const std::vector<std::vector<int>>& starts) {
     Track track;
     std::vector<int> best = starts.front();
-    int best_rule = 0;
+    int best_policy = 0;
     i64 least = kNever;
     for (const auto& order : starts) {
       state.groups[d] = order;
-      for (state.rule[d] = 0; state.rule[d] < static_cast<int>(rules_.size()); ++state.rule[d]) {
+      for (state.policy[d] = 0; state.policy[d] < static_cast<int>(policies_.size()); ++state.policy[d]) {
         const i64 found = run(state, d, least, track, nullptr);
         if (found < least) {
           least = found;
           best = order;
-          best_rule = state.rule[d];
+          best_policy = state.policy[d];
         }
       }
     }
     state.groups[d] = std::move(best);
-    state.rule[d] = best_rule;
+    state.policy[d] = best_policy;
     state.makespan[d] = least;
   }
 
   // Record-to-record travel (Dueck 1993): a move may cost up to an allowance, which shrinks with the moves made so far;
   // one that changes a single replica costs that one no more than its own allowance.
-  State improve(State start, const Walk& walk) {
+  State improve(State start, const AnnealingSchedule& walk) {
     start.floor = floor_of(start);
     const int replicas = static_cast<int>(start.groups.size());
     std::vector<int> types;
@@ -100,7 +100,7 @@ class Search : private Moves {
   }
 
  private:
-  // The makespan that one replica more may have under an energy, beside the others' largest and sum.
+  // The largest makespan that one more replica may have under an energy, with the other replicas' largest and sum.
   i64 room_beside(i64 most, i64 sum, i64 allowed) const {
     const i64 weight = kMostWeight * static_cast<i64>(state_.groups.size()), left = allowed - sum;
     const i64 below = left - weight * most;
@@ -108,7 +108,7 @@ class Search : private Moves {
   }
 
   // Whether the energy may stay within a bound: no replica that the move changes ends before its busiest rank can.
-  // Those that need the most come first: if they take too long, the others are not run. `most`, `sum`: of the others.
+  // Replicas that need the most come first: if they take too long, the rest is not run. `most`, `sum`: of the unchanged.
   bool may_end_within(i64 most, i64 sum, i64 allowed) {
     for (auto& saved : groups_before_) {
       if (!prepare(state_, saved.replica, trials_[saved.replica])) return false;
@@ -120,12 +120,12 @@ class Search : private Moves {
     return energy({most, sum}) <= allowed;
   }
 
-  // What a pass over one replica of a state is given; false where one of its cuts may not be a micro-batch.
+  // Prepares a pass over one replica of a state; false if one of its cuts may not be a micro-batch.
   bool prepare(const State& state, int d, Track& track) {
     track.records.clear();
     track.ways.clear();
     track.sample_of.clear();
-    track.rule = &rules_[state.rule[d]];
+    track.policy = &policies_[state.policy[d]];
     for (int m : state.groups[d]) {
       const i64* record = record_of(state.cuts[m]);
       if (!record) return false;
@@ -136,7 +136,7 @@ class Search : private Moves {
     return true;
   }
 
-  // What a state's step takes at least where ranks share cores.
+  // Returns the least time of a state's step if ranks share cores.
   i64 floor_of(const State& state) {
     if (!cores_.tp) return 0;
     const std::size_t ranks = dispatcher_.machine().ranks;
@@ -159,7 +159,7 @@ class Search : private Moves {
     return ways.get();
   }
 
-  // The costs of a cut, or none where it may not be a micro-batch.
+  // The costs of a cut, or none if it may not be a micro-batch.
   const i64* record_of(const Cut& cut) const {
     const int shape = shape_of(cut);
     if (shape < 0) return nullptr;
@@ -171,11 +171,11 @@ class Search : private Moves {
 
   SharedCores cores_;
   std::size_t stride_;
-  std::vector<Rule> rules_;
+  std::vector<DispatchPolicy> policies_;
   std::vector<std::unique_ptr<Way[]>> ways_;  // [kind][shape]: [rank], see ways_of
   Dispatcher dispatcher_;
   Disturbances disturbances_;
-  i64 most_;  // ns that an order may take undisturbed, where it is judged by disturbed times
+  i64 most_;  // ns that an order may take undisturbed, if it is judged by disturbed times
   std::vector<Track> tracks_, trials_;  // [replica]: the last pass over its state, and over a moved one
 };
 

@@ -24,14 +24,14 @@ struct Cut {
 struct State {
   std::vector<Cut> cuts;
   std::vector<std::vector<int>> groups;  // [replica]: cuts in injection order
-  std::vector<int> rule;                 // [replica]
+  std::vector<int> policy;                 // [replica]
   std::vector<i64> makespan;             // [replica]
-  i64 floor = 0;                         // what the step takes at least where ranks share cores
+  i64 floor = 0;                         // the least time of the step if ranks share cores
 };
 
-// Which moves of an endless walk a search makes: so many after those that are begun. After `cooling` moves a move may cost
+// Which moves of an endless walk a search makes: `moves` after those that are begun. After `cooling` moves a move may cost
 // half of what the first may, so a longer walk begins as a shorter one.
-struct Walk {
+struct AnnealingSchedule {
   std::uint64_t seed;
   i64 moves, begun, cooling;
 

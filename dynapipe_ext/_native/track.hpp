@@ -1,4 +1,4 @@
-// What one pass of a dispatch rule is given, and what it leaves.
+// What one pass of a dispatch policy is given, and what it leaves.
 #pragma once
 
 #include "pieces.hpp"
@@ -44,7 +44,7 @@ struct Machine {
 };
 
 // How a rank that is free chooses among what is ready.
-struct Rule {
+struct DispatchPolicy {
   int extra = 0;          // stage s holds at most S - s + extra micro-batches; kNoCap: as many as memory allows
   int rhythm = 1;         // 1: after a backward a forward goes first; 2: always, and is waited for: 1F1B's order
   int patience = 0;       // a W may delay the next known arrival by up to patience / 4 of its own time
@@ -71,13 +71,13 @@ struct Moment {
   i64 makespan;
 };
 
-// A pass of a rule. The pass of a similar order can begin where the two orders part.
+// A pass of a policy. The pass of a similar order can begin where the two orders part.
 struct Track {
   std::vector<const i64*> records;           // [position]: costs, [stage][field]
   std::vector<const Way*> ways;              // [position]: [rank]
   std::vector<int> sample_of;                 // [position]: the cut sample that it is a piece of, or -1
   GradientOrder gradients;
-  const Rule* rule = nullptr;
+  const DispatchPolicy* policy = nullptr;
   std::vector<i64> forward_at, gradient_at;  // [position][stage]: when the input arrives; kNever: not known yet
   std::vector<std::vector<Chosen>> weights;  // [rank]: W's in the order in which they became ready
   bool keeps_sequence = false;
