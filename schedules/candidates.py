@@ -122,10 +122,10 @@ def _expect_whole(problem: StepProblem, samples: Sequence[SampleLength]) -> tupl
     the ranks fill and drain with the longest sample, or with a mean row."""
     topology, rules = problem.topology, problem.rules
 
-    def alone_ns(sample: SampleLength) -> int:
+    def price_alone(sample: SampleLength) -> int:
         row = MicroBatch((sample,), rules.layout, problem.kinds[0], pad_multiple=rules.pad_multiple)
         try:
-            return int(problem.bottleneck(problem.costs.evaluate([row]))[0][0])
+            return int(problem.find_bottleneck(problem.costs.evaluate([row]))[0][0])
         except PlanError:
             return 0  # it has no price whole
 
@@ -138,7 +138,7 @@ def _expect_whole(problem: StepProblem, samples: Sequence[SampleLength]) -> tupl
         memory_limit_bytes=problem.limit_bytes,
     )
     work_ns = 0 if floor is None else floor.bound_ns(topology.num_replicas)
-    longest_ns, overhead_ns = alone_ns(max(samples, key=lambda s: s.tokens)), alone_ns(SampleLength(0, 1))
+    longest_ns, overhead_ns = price_alone(max(samples, key=lambda s: s.tokens)), price_alone(SampleLength(0, 1))
     expected_ns = []
     for count in (1 << i for i in range(max(1, len(samples) // topology.num_replicas).bit_length())):
         fill_ns = (problem.depth - 1) * max(longest_ns, work_ns // count)
@@ -160,9 +160,11 @@ def _plan_whole(problem: StepProblem, samples: list[SampleLength], step: int) ->
 def _plan_whole_under(problem: StepProblem, samples: list[SampleLength], step: int) -> StepPlan:
     rules = problem.rules
     if rules.schedule != "adaptive":
-        return _plan_published(problem, problem.splits(samples, step), step)
+        return _plan_published(problem, problem.list_splits(samples, step), step)
     is_cut = rules.split_policy == "dynapipe-ext" and rules.layout == "padded"
-    proposals = problem.cuts(samples, step) if is_cut else problem.fixed(problem.splits(samples, step))
+    proposals = (
+        problem.propose_cuts(samples, step) if is_cut else problem.propose_fixed(problem.list_splits(samples, step))
+    )
     return _reorder_in_rounds(problem, search_step(problem, proposals, step))
 
 
@@ -174,9 +176,9 @@ def _plan_in_pieces(
     well."""
 
     def plan_under(problem: StepProblem, choices: Sequence[PieceChoice]) -> StepPlan:
-        return search_step(problem, problem.fixed(problem.pieces(samples, step, choices)), step)
+        return search_step(problem, problem.propose_fixed(problem.list_piece_splits(samples, step, choices)), step)
 
-    more = replace(problem, kinds=_every_kind(problem))
+    more = replace(problem, kinds=_list_kinds(problem))
     of_least_memory = partial(plan_under, more, pick_promising(choices, with_smallest=True))
     return _plan_with_more(problem, partial(plan_under, problem, pick_promising(choices)), of_least_memory)
 
@@ -204,12 +206,12 @@ def _plan_in_finer_pieces(
     in one, if it then ends earlier."""
     best = _plan_in_pieces(problem, samples, step, [min(choices, key=attrgetter("hoped_ns"))])
     rules = problem.rules
-    near = replace(problem, kinds=_every_kind(problem), rules=replace(rules, effort=rules.effort // REFIT_SHARE))
+    near = replace(problem, kinds=_list_kinds(problem), rules=replace(rules, effort=rules.effort // REFIT_SHARE))
     for _ in range(_FINER_ROUNDS):
         before, rows = best, [replica.micro_batches for replica in best.batch.replicas]
         for replicas in list_finer_splits(rows, equal_counts=rules.equal_counts, max_tokens=rules.max_tokens):
             with suppress(PlanError):
-                best = _pick_sooner(problem, (best, search_step(near, near.fixed([replicas]), step)))
+                best = _pick_sooner(problem, (best, search_step(near, near.propose_fixed([replicas]), step)))
         if best is before:
             break
     return best
@@ -219,7 +221,7 @@ def _pick_sooner(problem: StepProblem, plans: Iterable[StepPlan]) -> StepPlan:
     return min(plans, key=lambda plan: plan.mean_makespan_ns(problem.rules.noise))
 
 
-def _every_kind(problem: StepProblem) -> tuple[Recompute, ...]:
+def _list_kinds(problem: StepProblem) -> tuple[Recompute, ...]:
     return _add_sliced_heads(problem, RECOMPUTES) if problem.rules.recompute == "auto" else problem.kinds
 
 
@@ -237,7 +239,7 @@ def refit(problem: StepProblem, before: StepPlan) -> StepPlan:
     if over:
         if any(slices_head(m.recompute) for m in before.batch.micro_batches):
             problem = replace(problem, kinds=_add_sliced_heads(problem, problem.kinds))
-        fitting, new_schedules, _ = _search(problem, problem.fixed([[replicas[d] for d in over]]))
+        fitting, new_schedules, _ = _search(problem, problem.propose_fixed([[replicas[d] for d in over]]))
         changed = zip(over, fitting, new_schedules, price_replicas(problem.costs, fitting), strict=True)
         for d, micro_batches, schedule, costs in changed:
             replicas[d], schedules[d], priced[d] = micro_batches, schedule, costs
@@ -275,9 +277,9 @@ def _search(
         cores=problem.cores,
         noise=rules.noise,
     )
-    index, found = optimize_best([proposal.start for proposal in proposals], settings)
+    index, best = optimize_best([proposal.start for proposal in proposals], settings)
     proposal = proposals[index]
-    return proposal.replicas(found.replicas), found.schedules, proposal.costs(found.replicas)
+    return proposal.make_replicas(best.replicas), best.schedules, proposal.pick_costs(best.replicas)
 
 
 def _reorder_in_rounds(problem: StepProblem, plan: StepPlan) -> StepPlan:

@@ -1,4 +1,4 @@
-"""What the search begins with: splits of a batch into micro-batches and replicas, ours and the peers'."""
+"""Starts of the search: splits of a batch into micro-batches and replicas, our own and those of published policies."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 from dynapipe_ext.schedules.search.levelling import balance_loads
 from dynapipe_ext.schedules.search.optimizer import TRIAL, has_long_replicas
 from dynapipe_ext.schedules.search.problem import Start
-from dynapipe_ext.schedules.search.regrouping import exchanged
+from dynapipe_ext.schedules.search.regrouping import exchange_samples
 from dynapipe_ext.settings.plan_rules import PlanRules
 
 Replicas = list[list[MicroBatch]]
 MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
 Made = TypeVar("Made")
 
-_MOVES_A_TRY = 1000  # One number of packed rows near the best is tried for each so many moves of the effort.
-_LEVELLING = 50  # Each cut is levelled by so many moves whatever the effort, so that searches begin at the same place.
-_MOST_ROWS = 100  # A short search begins with packings of at most so many rows a replica.
+_MOVES_A_TRY = 1000  # One number of packed rows near the best is tried per this many moves of the effort.
+_LEVELLING = 50  # moves per cut, whatever the effort, so that searches begin with the same cuts
+_MOST_ROWS = 100  # A short search begins with packings of at most this many rows per replica.
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class Proposal:
     micro_batch: Callable[[Cut], MicroBatch]
     is_fixed: bool = False  # cut i is micro-batch i, and priced as such
 
-    def replicas(self, cuts: Sequence[Sequence[Cut]]) -> Replicas:
+    def make_replicas(self, cuts: Sequence[Sequence[Cut]]) -> Replicas:
         return [[self.micro_batch(cut) for cut in replica] for replica in cuts]
 
-    def costs(self, cuts: Sequence[Sequence[Cut]]) -> tuple[MicroBatchCosts, ...] | None:
-        """Of each replica's micro-batches, where these are fixed and priced each by itself."""
+    def pick_costs(self, cuts: Sequence[Sequence[Cut]]) -> tuple[MicroBatchCosts, ...] | None:
+        """Return the costs of each replica's micro-batches if these are fixed and priced each by itself."""
         start = self.start
         if not self.is_fixed or start.sample_pieces:
             return None
@@ -80,7 +80,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProblem:
-    """What a step is planned for at one context-parallel degree. Its methods make the splits that a search begins with.
+    """The problem of planning a step at one context-parallel degree. Its methods make the starts of a search.
 
     `rules` are those for full rows, of which each rank of a context-parallel group has a slice; `kinds` of
     recomputation may be chosen from. If ranks share `cores` a bubble costs nothing, so cuts are judged by their work,
@@ -108,15 +108,15 @@ class StepProblem:
         """Ranks whose fill and drain a cut is judged by."""
         return self.topology.pp if self.cores is None else 1
 
-    def _priced(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        """Prices, worked out once for each list of whole samples' rows."""
+    def _price(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        """Price rows of whole samples, once for each list."""
         key = id(micro_batches)
         if key not in self._prices:
             self._prices[key] = micro_batches, self.costs.evaluate(micro_batches)
         return self._prices[key][1]
 
-    def _known(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        """Prices, from those of the same rows in another order where there are some."""
+    def _price_again(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        """Price micro-batches, from the prices of the same rows in another order if these are known."""
         for rows, priced in self._prices.values():
             if len(rows) != len(micro_batches):
                 continue
@@ -125,32 +125,30 @@ class StepProblem:
                 return priced.take([places[id(m)] for m in micro_batches])
         return self.costs.evaluate(micro_batches)
 
-    def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
-        """Starts from ordered samples, which the search may cut anywhere."""
+    def propose_cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
+        """Make starts from ordered samples, which the search may cut anywhere."""
         proposed = []
-        in_flight = self._in_flight(*self._held(pairs=any(s.decoder for s in samples)))
-        priced, firsts = self._first_cuts(samples, in_flight)
+        in_flight = self._list_in_flight(*self._list_held(pairs=any(s.decoder for s in samples)))
+        priced, firsts = self._price_first_cuts(samples, in_flight)
         for cuts in firsts:
             start = Start(
                 kind_costs=priced.kind_costs,
                 shapes=priced.shapes,
                 cuts=tuple(cuts),
-                groups=tuple(map(tuple, self._assigned(priced.compute_times(cuts), samples, step))),
+                groups=tuple(map(tuple, self._assign(priced.compute_times(cuts), samples, step))),
             )
             proposed.append(Proposal(start, priced.make_micro_batch))
         if has_long_replicas(self.topology.dp, len(firsts[-1])) and self.cores is None:
-            proposed += self._levelled(priced, proposed[-1].start, in_flight[-1], step)
+            proposed += self._balance(priced, proposed[-1].start, in_flight[-1], step)
         if any(s.decoder for s in samples):
-            with suppress(PlanError):  # shapes that the law did not know may be refused
-                made = make_possible(partial(exchanged, priced, cuts) for cuts in firsts)
-                proposed += self.fixed([self._with_replicas(parts, samples, step) for parts in made])
+            with suppress(PlanError):  # shapes far from the known ones may be rejected
+                made = make_possible(partial(exchange_samples, priced, cuts) for cuts in firsts)
+                proposed += self.propose_fixed([self._assign_parts(parts, samples, step) for parts in made])
         return proposed
 
-    def _levelled(self, priced: RangeCosts, start: Start, min_in_flight: int, step: int) -> list[Proposal]:
-        """The start with more even cuts and replicas, each cut under the fastest kind of which so many can be held.
-
-        None where not all cuts of the start can.
-        """
+    def _balance(self, priced: RangeCosts, start: Start, min_in_flight: int, step: int) -> list[Proposal]:
+        """Return the start with more even cuts and replicas, each cut under the fastest kind of which `min_in_flight`
+        can be held; none if not all cuts can."""
         time_ns, kinds = priced.pick_fastest(min_in_flight)
         shapes = np.where(np.append(time_ns < INFEASIBLE, False)[priced.shapes], priced.shapes, -1).astype(np.int32)
         if any(shapes[cut.end - 1, cut.end - cut.first - 1] < 0 for cut in start.cuts):
@@ -170,78 +168,81 @@ class StepProblem:
         even = tuple(Cut(a, b, int(kinds[shapes[b - 1, b - a - 1]])) for a, b in cuts)
         return [Proposal(replace(start, cuts=even, groups=tuple(map(tuple, groups))), priced.make_micro_batch)]
 
-    def splits(self, samples: list[SampleLength], step: int) -> list[Replicas]:
-        """Micro-batches of every replica that stay what they are, for schedules that hold few of them or many."""
+    def list_splits(self, samples: list[SampleLength], step: int) -> list[Replicas]:
+        """List splits into micro-batches that stay what they are, for schedules that hold few of them or many."""
         stages = self.topology.num_stages
         if self.rules.split_policy != "dynapipe-ext":
             return list(make_possible(self._follow_policy(samples)))
         if self.rules.layout == "padded":
-            held = self._in_flight(stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages)
-            priced, firsts = self._first_cuts(samples, held)
+            held = self._list_in_flight(stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages)
+            priced, firsts = self._price_first_cuts(samples, held)
             micro_batches = [[priced.make_micro_batch(cut) for cut in cuts] for cuts in firsts]
         else:
-            held = self._in_flight(1, (stages + 1) // 2, stages)
+            held = self._list_in_flight(1, (stages + 1) // 2, stages)
             dp = min(self.topology.num_replicas, len(samples))
-            price = self._priced  # what is held changes what fits, not the rows that are tried
-            rows = cache(partial(self._packed_rows, samples, price))
-            tried = [partial(self._packed, rows, price, in_flight, dp) for in_flight in held]
+            price = self._price  # what is held changes what fits, not the rows that are tried
+            rows = cache(partial(self._make_packings, samples, price))
+            tried = [partial(self._pack_rows, rows, price, in_flight, dp) for in_flight in held]
             packings = [parts for finalists in make_possible(tried) for parts in finalists]
-            return [self._with_replicas(parts, samples, step, price) for parts in _distinct(packings)]
-        return [self._with_replicas(parts, samples, step) for parts in micro_batches]
+            return [self._assign_parts(parts, samples, step, price) for parts in _drop_repeats(packings)]
+        return [self._assign_parts(parts, samples, step) for parts in micro_batches]
 
     def list_piece_choices(self, samples: list[SampleLength], sizes: Sequence[int]) -> list[PieceChoice]:
-        """Ways to cut long samples into pieces of about so many tokens."""
+        """List ways to cut long samples into pieces of about these sizes."""
         price = make_evaluate(self.costs)
         return list_piece_choices(
             samples, price, sizes, dp=self.topology.num_replicas, depth=self.depth, recompute=self.kinds[0]
         )
 
-    def pieces(self, samples: list[SampleLength], step: int, choices: Sequence[PieceChoice]) -> list[Replicas]:
-        """Long samples in pieces, with short documents in packed rows of that room; a sample's on one replica."""
+    def list_piece_splits(
+        self, samples: list[SampleLength], step: int, choices: Sequence[PieceChoice]
+    ) -> list[Replicas]:
+        """List splits with long samples in pieces, and short documents in packed rows of equal size. All pieces of a
+        sample are on one replica."""
         price = make_evaluate(self.costs)
         rule = RowPackingPolicy(max_tokens=0, pad_multiple=self.rules.pad_multiple, recompute=self.kinds[0])
         made = make_possible(
             partial(choice.make_rows, samples, price, replace(rule, max_tokens=choice.tokens)) for choice in choices
         )
-        return [self._on_replicas(one, step) for one in dict.fromkeys(map(tuple, made))]
+        return [self._assign_units(one, step) for one in dict.fromkeys(map(tuple, made))]
 
-    def _on_replicas(self, rows: Sequence[MicroBatch], step: int) -> Replicas:
+    def _assign_units(self, rows: Sequence[MicroBatch], step: int) -> Replicas:
         units = list(sample_pieces(rows))
         units += [(m,) for m in sorted(set(range(len(rows))) - {m for unit in units for m in unit})]
         time_ns: list[int] = bottleneck(self.costs.evaluate(rows))[0].tolist()
-        groups = self._assigned([sum(time_ns[m] for m in unit) for unit in units], units, step)
+        groups = self._assign([sum(time_ns[m] for m in unit) for unit in units], units, step)
         return [[rows[m] for i in group for m in units[i]] for group in groups]
 
-    def _held(self, *, pairs: bool) -> tuple[int, ...]:
-        """Numbers of micro-batches in flight for which cuts are made: as many as ranks, and half of that. Of pairs also
-        twice as many, since attention across the sides fills memory: longer micro-batches with more recomputation often
-        take less. Under a spread vocabulary as many as stages, as short ones hold few, and half as many again as ranks,
-        as hops to parts of the vocabulary hold some."""
+    def _list_held(self, *, pairs: bool) -> tuple[int, ...]:
+        """List numbers of micro-batches in flight for which cuts are made: as many as ranks, and half of that. Of pairs
+        also twice as many, as attention across the sides fills memory: longer micro-batches with more recomputation
+        often take less. Under vocabulary parallelism as many as stages, as short ones hold few, and half as many again
+        as ranks, as hops to parts of the vocabulary hold some."""
         pp = self.topology.pp
         usual = pp, (pp + 1) // 2
         if pairs:
             return 2 * pp, *usual
         return usual if self.topology.vocabulary == "whole" else (self.topology.num_stages, pp * 3 // 2, *usual)
 
-    def _in_flight(self, *counts: int) -> list[int]:
-        """Numbers of micro-batches in flight to split for; forwards alone hold nothing, which makes all the same."""
+    def _list_in_flight(self, *counts: int) -> list[int]:
+        """List numbers of micro-batches in flight to split for; forward-only steps hold nothing: all are equal."""
         return [1] if self.forward_only else list(dict.fromkeys(counts))
 
-    def bottleneck(self, costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
+    def find_bottleneck(self, costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
         return bottleneck(costs, min_in_flight, self.topology.stage_ranks)
 
-    def _with_replicas(
+    def _assign_parts(
         self,
         parts: Sequence[MicroBatch],
         samples: Sequence[SampleLength],
         step: int,
         price: MicroBatchPrice | None = None,
     ) -> Replicas:
-        parts = _at_least(parts, min(self.topology.num_replicas, len(samples)))
-        time_ns, _ = self.bottleneck((price or self.costs.evaluate)(parts))
-        return [[parts[i] for i in group] for group in self._assigned(time_ns.tolist(), samples, step)]
+        parts = _split_until(parts, min(self.topology.num_replicas, len(samples)))
+        time_ns, _ = self.find_bottleneck((price or self.costs.evaluate)(parts))
+        return [[parts[i] for i in group] for group in self._assign(time_ns.tolist(), samples, step)]
 
-    def fixed(self, splits: Sequence[Replicas]) -> list[Proposal]:
+    def propose_fixed(self, splits: Sequence[Replicas]) -> list[Proposal]:
         """Splits as starts of a search that leaves micro-batches whole; a peer's keep to its kinds of recomputation."""
         proposed = []
         for replicas in splits:
@@ -252,7 +253,7 @@ class StepProblem:
                 if self.rules.split_policy == "dynapipe-ext"
                 else tuple({m.recompute: None for m in micro_batches})
             )
-            like = self._known(micro_batches)
+            like = self._price_again(micro_batches)
             start = Start.of_micro_batches(
                 [self._price_under(kind, micro_batches, like) for kind in kinds],
                 [range(a, b) for a, b in pairwise(ends)],
@@ -262,9 +263,11 @@ class StepProblem:
             proposed.append(Proposal(start, partial(_with_kind, micro_batches, kinds), is_fixed=True))
         return proposed
 
-    def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[RangeCosts, list[list[Cut]]]:
-        """Prices of the ordered samples' cuts, and first cuts for pipelines that hold so many in flight (or one, where
-        no more fit)."""
+    def _price_first_cuts(
+        self, samples: list[SampleLength], in_flight: Iterable[int]
+    ) -> tuple[RangeCosts, list[list[Cut]]]:
+        """Price the cuts of ordered samples, and make first cuts for pipelines that hold `in_flight` micro-batches, or
+        one if no more fit."""
         dp = min(self.topology.num_replicas, len(samples))
         order: SortOrder = "classes" if any(s.decoder for s in samples) else "sorted"
         caps = MicroBatchLimits(
@@ -292,8 +295,8 @@ class StepProblem:
             firsts = [cut(1)]
         return priced, [cuts for i, cuts in enumerate(firsts) if cuts not in firsts[:i]]
 
-    def _assigned(self, times_ns: list[int], parts: Sequence[object], step: int) -> list[list[int]]:
-        """Indices of the micro-batches of each replica; as many replicas as there are parts (samples) have some."""
+    def _assign(self, times_ns: list[int], parts: Sequence[object], step: int) -> list[list[int]]:
+        """Assign micro-batches to replicas, by index; as many replicas as there are parts (samples) have some."""
         busy = min(self.topology.num_replicas, len(parts))
         idle: list[list[int]] = [[] for _ in range(self.topology.num_replicas - busy)]
         return assign_replicas(times_ns, busy, equal_counts=self.rules.equal_counts, seed=step) + idle
@@ -318,19 +321,19 @@ class StepProblem:
                 columns.append(replace(column, forward_ns=never, backward_ns=never))
         return MicroBatchCosts.join(columns, like=like)
 
-    def _packed_rows(self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute) -> RowPackings:
+    def _make_packings(self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute) -> RowPackings:
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.rules.max_tokens or max(4096, round_up(longest, self.rules.pad_multiple))
         rule = RowPackingPolicy(max_tokens=room, pad_multiple=self.rules.pad_multiple, recompute=kind)
-        return RowPackings.from_samples(samples, lambda rows: self.bottleneck(price(rows)), rule)
+        return RowPackings.from_samples(samples, lambda rows: self.find_bottleneck(price(rows)), rule)
 
-    def _packed(
+    def _pack_rows(
         self, rows: Callable[[Recompute], RowPackings], price: MicroBatchPrice, min_in_flight: int, dp: int
     ) -> list[tuple[MicroBatch, ...]]:
-        """List packings under the first kind of recomputation of which so many rows can be held."""
+        """List packings under the first kind of recomputation of which `min_in_flight` rows can be held."""
 
         def evaluate(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
-            return self.bottleneck(price(micro_batches), min_in_flight)
+            return self.find_bottleneck(price(micro_batches), min_in_flight)
 
         def pack(kind: Recompute) -> list[tuple[MicroBatch, ...]]:
             finalists = rows(kind).list_finalists(
@@ -342,39 +345,39 @@ class StepProblem:
                 is_split=self.rules.is_split,
                 tries=max(1, min(MOST_TRIES, self.rules.effort // _MOVES_A_TRY)),
             )
-            return self._and_graded(finalists, rows(kind), evaluate, dp)
+            return self._add_graded(finalists, rows(kind), evaluate, dp)
 
         return next(make_possible(partial(pack, kind) for kind in self.kinds))
 
-    def _and_graded(
+    def _add_graded(
         self, finalists: list[tuple[MicroBatch, ...]], rows: RowPackings, evaluate: MicroBatchEvaluate, dp: int
     ) -> list[tuple[MicroBatch, ...]]:
-        """The finalists and graded rows: the longest that fit, and half as long; of an effort that trials would take,
-        the first of both, and more while all are few."""
+        """List the finalists and graded rows: the longest that fit, and half as long. If trials would take all the
+        effort, list the first of both, and more while all are few."""
 
-        def fitting(step: float) -> Iterator[tuple[MicroBatch, ...]]:
+        def list_fitting(step: float) -> Iterator[tuple[MicroBatch, ...]]:
             graded = (rows.with_grades(step, dp, room) for room in rows.list_graded_rooms())
-            return (packing for packing in graded if packing and self._may_be(packing, evaluate, dp))
+            return (packing for packing in graded if packing and self._has_room(packing, evaluate, dp))
 
         if self.rules.effort > TRIAL:
-            return [*finalists, *(packing for step in GRADES for packing in islice(fitting(step), 2))]
+            return [*finalists, *(packing for step in GRADES for packing in islice(list_fitting(step), 2))]
 
-        def in_turn() -> Iterator[tuple[MicroBatch, ...]]:
+        def list_in_turn() -> Iterator[tuple[MicroBatch, ...]]:
             first, second = GRADES
-            yield from islice(fitting(first), 1)
+            yield from islice(list_fitting(first), 1)
             yield finalists[0]
-            yield from islice(fitting(second), 1)
+            yield from islice(list_fitting(second), 1)
             yield from finalists[1:]
 
         starts: list[tuple[MicroBatch, ...]] = []
-        for packing in in_turn():
+        for packing in list_in_turn():
             starts.append(packing)
             if len(starts) > 1 and sum(map(len, starts)) > _MOST_ROWS * dp:
                 break
         return starts
 
-    def _may_be(self, rows: tuple[MicroBatch, ...], evaluate: MicroBatchEvaluate, dp: int) -> bool:
-        """Whether rows are enough, keep to equal counts and fit."""
+    def _has_room(self, rows: tuple[MicroBatch, ...], evaluate: MicroBatchEvaluate, dp: int) -> bool:
+        """Return whether rows are enough, keep to equal counts and fit."""
         if len(rows) < dp or (self.rules.equal_counts and len(rows) % dp):
             return False
         try:
@@ -428,8 +431,8 @@ def make_possible(makers: Iterable[Callable[[], Made]]) -> Iterator[Made]:
         raise refusals[0]
 
 
-def _distinct(packings: Iterable[tuple[MicroBatch, ...]]) -> list[tuple[MicroBatch, ...]]:
-    """Each packing once, in the order of the first. They are compared, as hashes of many rows take longer."""
+def _drop_repeats(packings: Iterable[tuple[MicroBatch, ...]]) -> list[tuple[MicroBatch, ...]]:
+    """Return each packing once, in the order of the first. They are compared, as hashes take longer."""
     distinct: list[tuple[MicroBatch, ...]] = []
     for packing in packings:
         if not any(packing is other or packing == other for other in distinct):
@@ -437,7 +440,7 @@ def _distinct(packings: Iterable[tuple[MicroBatch, ...]]) -> list[tuple[MicroBat
     return distinct
 
 
-def _at_least(micro_batches: Sequence[MicroBatch], count: int) -> Sequence[MicroBatch]:
+def _split_until(micro_batches: Sequence[MicroBatch], count: int) -> Sequence[MicroBatch]:
     """Cut the largest micro-batch of several samples in two until there are `count`; there are as many samples."""
     if len(micro_batches) >= count:
         return micro_batches

@@ -13,9 +13,10 @@ from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.search import regrouping
-from dynapipe_ext.schedules.search.regrouping import ShapeLaw, fitted_law, regrouped
+from dynapipe_ext.schedules.search import proposals
+from dynapipe_ext.schedules.search.regrouping import ShapeLaw, fit_shape_law
 
 LAW: ShapeLaw = (2e6, 1e4, 1.5e4, 2.5, 1.25, 0.75)
 
@@ -56,7 +57,8 @@ def test_every_item_stays_in_one_group_within_its_limits(case, moves, seed, room
 
 def test_samples_long_on_one_side_part_from_those_long_on_the_other() -> None:
     encoder, decoder = [500, 5] * 12, [5, 300] * 12
-    found = regrouped([list(range(k, k + 4)) for k in range(0, 24, 4)], encoder, decoder, LAW, moves=4000)
+    groups = [list(range(k, k + 4)) for k in range(0, 24, 4)]
+    found = native.regrouped(groups, encoder, decoder, LAW, 1 << 40, 4000, 0)
     assert all(len({encoder[i] for i in group}) == 1 for group in found)
 
 
@@ -65,9 +67,9 @@ def test_a_law_that_shapes_follow_is_found() -> None:
     sizes = np.stack([rows.ravel(), e.ravel(), d.ravel()]).astype(np.int64)
     times = np.array([cost([0] * r, [length], [other]) for r, length, other in sizes.T.tolist()]).astype(np.int64)
     usual = int(np.median(times))
-    found = fitted_law(sizes, times, usual)
+    found = fit_shape_law(sizes, times, usual)
     assert found is None  # a dozen shapes take about as long as that
-    found = fitted_law(np.repeat(sizes, 4, axis=1), np.repeat(times, 4), usual)
+    found = fit_shape_law(np.repeat(sizes, 4, axis=1), np.repeat(times, 4), usual)
     assert found == pytest.approx(LAW, rel=0.05)
 
 
@@ -80,6 +82,10 @@ def test_plans_of_two_sides_are_shorter_for_exchanges(monkeypatch: pytest.Monkey
         for _ in range(3)
     ]
     with_exchanges = [planner.plan(batch).makespan_ns for batch in batches]
-    monkeypatch.setattr(regrouping, "regrouped", lambda groups, *_, **__: [list(group) for group in groups])
+
+    def refuse(*_: object) -> None:
+        raise PlanError("no exchanges")
+
+    monkeypatch.setattr(proposals, "exchange_samples", refuse)
     without = [planner.plan(batch).makespan_ns for batch in batches]
     assert sum(with_exchanges) < 0.99 * sum(without), (with_exchanges, without)

@@ -137,7 +137,7 @@ def test_the_first_piece_holds_the_keys_of_all_where_a_later_one_has_no_price_un
     pieces = [piece(0, 1024), piece(1024, 4096)]
     rules = PlanRules(layout="packed", pad_multiple=1)
     made = StepProblem(topology=Topology(pp=2), costs=costs, limit_bytes=10**9, rules=rules, kinds=KINDS)
-    (proposed,) = made.fixed([[pieces]])
+    (proposed,) = made.propose_fixed([[pieces]])
     full = proposed.start.kind_costs[KINDS.index("full")]
     alone = costs.evaluate([replace(pieces[0], recompute="full")])
     assert (full.stored_bytes[:, 0] - alone.stored_bytes[:, 0]).tolist() == [2 * 64 * (4 * 4096 + 4 * 1024)] * 2

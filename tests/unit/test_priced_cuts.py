@@ -135,7 +135,7 @@ def test_pairs_are_cut_for_twice_as_many_in_flight_as_ranks_as_well(decoder: boo
     samples, limit = batch(60, decoder=decoder), 12_000
     proposed = StepProblem(
         topology=Topology(pp=2), costs=COSTS, limit_bytes=limit, rules=PlanRules(pad_multiple=1), kinds=("none", "full")
-    ).cuts(samples, 0)
+    ).propose_cuts(samples, 0)
     order = sort_samples(samples, "classes" if decoder else "sorted")
     cuts = price_cuts(order, COSTS, ("none", "full"), MicroBatchLimits(max_bytes=limit), weight=1)
     made = [tuple(cuts.make_first_cuts(pp=2, dp=1, min_in_flight=count)) for count in (4, 2, 1)]
