@@ -9,7 +9,7 @@ import numpy as np
 
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, list_cp_degrees
 from dynapipe_ext.costs.adjustments import AdjustedCosts
-from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts
+from dynapipe_ext.costs.model import CostModel, MicroBatchPricer, UserCosts
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.schedules.search.problem import NO_LIMIT_BYTES
 from dynapipe_ext.settings.plan_rules import PlanRules
@@ -34,7 +34,7 @@ def check_types(planner: Planner) -> None:
         if not isinstance(value, kind) and not (may_be_none and value is None):
             wanted = f"{kind.__name__} or None" if may_be_none else kind.__name__
             raise ConfigError(f"{name} is {short(value)} but must be of type {wanted}: give such a value")
-    if not isinstance(planner.costs, PricesMicroBatches):
+    if not isinstance(planner.costs, MicroBatchPricer):
         raise ConfigError(f"costs are {short(planner.costs)}, which price nothing: give a cost model (TokenCosts)")
 
 

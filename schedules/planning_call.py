@@ -17,7 +17,7 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import LengthArray, SampleLength, as_samples
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.model import PricesMicroBatches
+from dynapipe_ext.costs.model import MicroBatchPricer
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
@@ -119,7 +119,7 @@ class PlannedMicroBatches:
 def plan_micro_batches(
     lengths: Sequence[int] | Sequence[SampleLength] | LengthArray,
     topology: Topology,
-    costs: PricesMicroBatches | Architecture | Mapping[str, Any],
+    costs: MicroBatchPricer | Architecture | Mapping[str, Any],
     *,
     max_tokens: int = 0,
     memory_limit_bytes: float | None = None,
@@ -166,7 +166,7 @@ def _plain(number: Any) -> Any:
     return number.item() if isinstance(number, np.generic) else number
 
 
-def _cost_model(costs: PricesMicroBatches | Architecture | Mapping[str, Any], topology: Topology) -> Any:
+def _cost_model(costs: MicroBatchPricer | Architecture | Mapping[str, Any], topology: Topology) -> Any:
     if isinstance(costs, Mapping):
         from dynapipe_ext.models.huggingface import read_config
 

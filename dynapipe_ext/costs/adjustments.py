@@ -18,13 +18,13 @@ from dynapipe_ext.costs.codec import fields_to_json, from_json
 from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.floor import Floor, GrowingTimes
 from dynapipe_ext.costs.model import (
+    CostCapabilities,
     CostModel,
     IntArray,
     MicroBatchCosts,
-    ModelFacts,
-    PricesShapes,
+    ShapePricer,
     fingerprint,
-    growing_times,
+    make_growing_times,
 )
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.reproducible import FloatArray, product
@@ -76,7 +76,7 @@ class FrozenWeights:
             stored_bytes=costs.stored_bytes + kept_bytes * is_stored,
             working_bytes=costs.working_bytes + kept_bytes * ~is_stored,
             **self._shorten(costs, costs.backward_ns - np.floor(self._frozen * weight_ns)),
-        ).refusing(costs.infeasible)
+        ).refuse(costs.infeasible)
 
     def bound(self, costs: MicroBatchCosts, plain: MicroBatchCosts) -> MicroBatchCosts:
         """Return times at measured points between which the interpolated ones never exceed the adjusted ones.
@@ -86,7 +86,7 @@ class FrozenWeights:
         weight_ns = np.where(plain.infeasible, costs.weight_ns, np.maximum(plain.weight_ns, costs.weight_ns))
         is_cut = ((weight_ns >= costs.backward_ns) & ~costs.infeasible).any(axis=1, keepdims=True)
         backward_ns = np.floor(costs.backward_ns - self._frozen * np.where(is_cut, costs.backward_ns, weight_ns))
-        return replace(costs, **self._shorten(costs, backward_ns)).refusing(costs.infeasible)
+        return replace(costs, **self._shorten(costs, backward_ns)).refuse(costs.infeasible)
 
     def _shorten(self, costs: MicroBatchCosts, backward_ns: npt.NDArray[Any]) -> dict[str, Any]:
         static = np.array(self.static_bytes, np.int64) if self.static_bytes else costs.static_bytes
@@ -208,7 +208,7 @@ class FittedTimes:
             forward_ns=np.floor(forward * costs.forward_ns).astype(np.int64),
             backward_ns=np.floor(backward * costs.backward_ns).astype(np.int64),
             weight_ns=np.floor(backward * costs.weight_ns).astype(np.int64),
-        ).refusing(costs.infeasible)
+        ).refuse(costs.infeasible)
 
     @property
     def scales(self) -> list[float]:
@@ -251,7 +251,7 @@ class AdjustedCosts(CostModel):
         return self.prices.num_stages
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> CostCapabilities:
         facts = self.prices.facts
         return replace(facts, prices_pieces=False, forwards_alone=True) if self.forward_only else facts
 
@@ -282,7 +282,7 @@ class AdjustedCosts(CostModel):
         costs, full = under(None).forwards(), under("full").forwards()
         return replace(costs, working_bytes=np.minimum(costs.working_bytes, full.working_bytes))
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> Floor | None:
         """Return the lower bound of training, for bounds over all plans; None for forward-only costs, and if `prices`
         have none.
 
@@ -303,7 +303,7 @@ class AdjustedCosts(CostModel):
         token = self.prices.evaluate_shapes([1], [1])
         if self.fitted and not (token.forward_ns.all() and token.backward_ns.all()):
             return None
-        return growing_times(
+        return make_growing_times(
             self,
             split=split,
             rounds_up=bool(floor.rounding_ns.any()),
@@ -312,13 +312,13 @@ class AdjustedCosts(CostModel):
             error_ns=error_ns,
         )
 
-    def over(self, topology: Topology | None) -> tuple[CostModel, Topology]:
+    def with_topology(self, topology: Topology | None) -> tuple[CostModel, Topology]:
         """Return the costs over the same stages with any number of replicas, or over other stages without fitted times.
 
         Raises ConfigError for trained shares over other stages.
         """
-        own_prices, before = self.prices.over(None)
-        prices, topology = self.prices.over(topology or before)
+        own_prices, before = self.prices.with_topology(None)
+        prices, topology = self.prices.with_topology(topology or before)
         if prices is own_prices or replace(topology, dp=1, width=1) == replace(before, dp=1, width=1):
             return replace(self, prices=prices), topology
         if self.frozen:
@@ -331,8 +331,8 @@ class AdjustedCosts(CostModel):
     def at_width(self, width: int) -> AdjustedCosts:
         return replace(self, prices=self.prices.at_width(width))
 
-    def recounted(self, change: Callable[[Any], Any]) -> AdjustedCosts:
-        return replace(self, prices=self.prices.recounted(change))
+    def recount(self, change: Callable[[Any], Any]) -> AdjustedCosts:
+        return replace(self, prices=self.prices.recount(change))
 
     def with_exact_sums(self, value_bytes: int) -> AdjustedCosts:
         return replace(self, prices=self.prices.with_exact_sums(value_bytes))

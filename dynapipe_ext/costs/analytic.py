@@ -26,18 +26,18 @@ from dynapipe_ext.costs.codec import fields_to_json, from_json
 from dynapipe_ext.costs.features import Features, Kinds, PiecePositions, split_kinds
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray
-from dynapipe_ext.costs.layers import HEAD_MESSAGE_BYTES, LayerPart, first_decoder_stage, parts_of_stages, stage_layers
+from dynapipe_ext.costs.layers import HEAD_MESSAGE_BYTES, LayerPart, first_decoder_stage, list_layer_parts, stage_layers
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
     UNCOUNTED_TAX,
+    CostCapabilities,
     CostModel,
     IntArray,
     MicroBatchCosts,
-    ModelFacts,
-    PricesShapes,
+    ShapePricer,
     check_tax,
-    growing_times,
-    scaled_bytes,
+    make_growing_times,
+    scale_bytes,
 )
 from dynapipe_ext.costs.states import ADAM_MOMENTS, StateRecipe, States, check_states, checked_topology, count_states
 from dynapipe_ext.errors import ConfigError, PlanError, check_integer, settle_field_types, short
@@ -86,7 +86,7 @@ def _list_layers(a: Architecture, topology: Topology) -> tuple[_Layers, ...]:
         return _Layers(a, "layer", False, counts[:, :1]), _Layers(a, "layer", True, counts[:, 1:])
     return tuple(
         _Layers(kind, part, False, np.array(counts, np.int64)[:, None])
-        for part, layers in parts_of_stages(topology.with_layers(a.num_layers).stage_layers)
+        for part, layers in list_layer_parts(topology.with_layers(a.num_layers).stage_layers)
         for kind, counts in kinds_of_ranges(a, layers)
     )
 
@@ -263,7 +263,7 @@ class AnalyticCosts(CostModel):
         return tuple(1 << power for power in range((heads & -heads).bit_length()))
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> CostCapabilities:
         """Capabilities of these costs. Pieces have no price if experts drop what is beyond their capacity, or if a
         window hides earlier pieces."""
         a, topology, has_decoder = self.architecture, self.topology, self.has_decoder
@@ -274,7 +274,7 @@ class AnalyticCosts(CostModel):
             first_decoder_stage=first_decoder_stage(stage_layers(a, topology)) if has_decoder else None,
             first_head_stage=topology.first_head_stage,
         )
-        return ModelFacts(
+        return CostCapabilities(
             has_decoder=has_decoder,
             total_layers=a.total_layers,
             replica_collectives=ReplicaCollectives.of_zero(self.zero_stage, ep=self.ep),
@@ -302,7 +302,7 @@ class AnalyticCosts(CostModel):
         require_whole_layers(self.topology.layers_per_stage, "an estimate")
         return np.array(layers, np.int64)
 
-    def over(self, topology: Topology | None) -> tuple[AnalyticCosts, Topology]:
+    def with_topology(self, topology: Topology | None) -> tuple[AnalyticCosts, Topology]:
         """Return the same model, rates and factors over another topology, layers filled in."""
         if topology is None:
             return self, self.topology
@@ -312,19 +312,19 @@ class AnalyticCosts(CostModel):
     def at_width(self, width: int) -> AnalyticCosts:
         return replace(self, topology=self.topology.at_width(width))
 
-    def recounted(self, change: Callable[[AnalyticCosts], AnalyticCosts]) -> AnalyticCosts:
+    def recount(self, change: Callable[[AnalyticCosts], AnalyticCosts]) -> AnalyticCosts:
         return change(self)
 
     def with_exact_sums(self, value_bytes: int) -> AnalyticCosts:
         return replace(self, exact_sums=True)
 
     def floor(
-        self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None
+        self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None
     ) -> GrowingTimes | None:
         """Return the floor of a decoder-only model: attention across two sides does not grow by tokens and squares."""
         if self.has_decoder:
             return None
-        return growing_times(least or self, split=split, rounds_up=self.capacity_factor > 0)
+        return make_growing_times(least or self, split=split, rounds_up=self.capacity_factor > 0)
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
         m, a = micro_batch, self.architecture
@@ -397,10 +397,10 @@ class AnalyticCosts(CostModel):
         )
         if width > 1 and not self.has_decoder:
             costs = self._with_exchanges(costs, group[0], recompute, on_stages.num_attentions)
-        costs = costs.keeping_inputs(recompute == "stage")
+        costs = costs.keep_inputs(recompute == "stage")
         if features.pieces is not None:
             costs = self._with_pieces(costs, features.pieces, recompute, on_stages.num_attentions)
-        return costs.refusing(self._find_refused(features))
+        return costs.refuse(self._find_refused(features))
 
     def _lay_on_stages(self, group: IntArray, rank: IntArray, full: BoolArray, selective: BoolArray) -> _StageSums:
         products, attention, stored, working = np.zeros((4, self.num_stages, group.shape[1]), np.int64)
@@ -521,7 +521,7 @@ class AnalyticCosts(CostModel):
 
     @property
     def _block(self) -> BlockAttention:
-        return BlockAttention.of(self.architecture, self.topology)
+        return BlockAttention.from_architecture(self.architecture, self.topology)
 
     @property
     def _width(self) -> int:
@@ -547,9 +547,9 @@ class AnalyticCosts(CostModel):
         gathered = (2 * values * block.kept_values if block.gather_ranks > 1 else 0) * tokens
         forward_ns = backward_ns = np.zeros_like(costs.forward_ns)
         if self.links is not None:
-            link = self.links.of_group(self.topology.tp, self._width)
+            link = self.links.find_group_link(self.topology.tp, self._width)
             forward_ns = np.rint(layers * block.exchange_ns(tokens, values, link)).astype(np.int64)
-            again = (recompute == "full") | (recompute == "selective")  # of a stage: see keeping_inputs
+            again = (recompute == "full") | (recompute == "selective")  # of a stage: see keep_inputs
             backward_ns = forward_ns * (1 + again)
         return replace(
             costs,
@@ -562,10 +562,10 @@ class AnalyticCosts(CostModel):
     def _as_measured(self, layer_bytes: IntArray, head_bytes: IntArray, is_full: BoolArray) -> IntArray:
         """Return what is stored, of counted bytes. A recomputed layer keeps its input, however little it keeps else."""
         factors = self._measured_adapters or self
-        of_layers = scaled_bytes(layer_bytes, factors.layer_bytes_factor)
+        of_layers = scale_bytes(layer_bytes, factors.layer_bytes_factor)
         if not self.has_decoder:
             of_layers = np.where(is_full, np.maximum(layer_bytes, of_layers), of_layers)
-        of_head = scaled_bytes(head_bytes, factors.head_bytes_factor)
+        of_head = scale_bytes(head_bytes, factors.head_bytes_factor)
         return np.asarray(of_layers + of_head)
 
     def _count_head_bytes(self, tokens: IntArray, in_chunks: BoolArray) -> tuple[IntArray, IntArray]:

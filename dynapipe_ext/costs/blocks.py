@@ -38,7 +38,7 @@ class BlockAttention:
     key_values: int
 
     @classmethod
-    def of(cls, a: Architecture, topology: Topology) -> BlockAttention:
+    def from_architecture(cls, a: Architecture, topology: Topology) -> BlockAttention:
         tp = topology.tp
         keys = a.kv_size_on(tp)
         return cls(
@@ -50,7 +50,7 @@ class BlockAttention:
         )
 
     @classmethod
-    def of_sizes(cls, sizes: Mapping[str, Any], topology: Topology) -> BlockAttention | None:
+    def from_sizes(cls, sizes: Mapping[str, Any], topology: Topology) -> BlockAttention | None:
         """Read sizes by the names of `Architecture`; None if they have no heads, or those of latent attention."""
         names = ("num_heads", "num_query_groups", "head_dim")
         if sizes.get("latent") or not all(isinstance(sizes.get(name), int) for name in names):

@@ -189,4 +189,4 @@ class Cluster:
         [300.0, 300.0, 25.0, 25.0]
         """
         links = self.links
-        return links.intra if self.nodes == 1 else links.of_group(stride, size)
+        return links.intra if self.nodes == 1 else links.find_group_link(stride, size)

@@ -16,7 +16,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.links import Link
-from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, ModelFacts, fingerprint
+from dynapipe_ext.costs.model import CostCapabilities, CostModel, IntArray, MicroBatchCosts, fingerprint
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, States, count_states
 from dynapipe_ext.costs.unfused import PlainLayers, counts_plain_layers
 from dynapipe_ext.errors import ConfigError
@@ -91,15 +91,15 @@ class EstimatedCosts(CostModel):
         return self.base.num_stages
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> CostCapabilities:
         """Messages have no format: their buffers are among the working bytes."""
-        return ModelFacts(
+        return CostCapabilities(
             replica_collectives=ReplicaCollectives.of_zero(self.strategy.zero_stage, ep=self.strategy.ep),
             prices_pieces=self.base.facts.prices_pieces,
             slices_head=self.base.head_slice > 0,
         )
 
-    def over(self, topology: Topology | None) -> tuple[EstimatedCosts, Topology]:
+    def with_topology(self, topology: Topology | None) -> tuple[EstimatedCosts, Topology]:
         """Return the costs over their own topology. Raises ConfigError for another one."""
         if topology not in (None, self.topology):
             raise ConfigError(
@@ -144,7 +144,7 @@ class EstimatedCosts(CostModel):
             stored_bytes=stored,
             working_bytes=working + self.states.buffers[:, None] + self.message_bytes(costs),
             static_bytes=self.states.device.total,
-        ).refusing(costs.infeasible)
+        ).refuse(costs.infeasible)
 
     def message_bytes(self, costs: MicroBatchCosts) -> IntArray:
         """Return the bytes of message buffers on every stage: two per direction on either side."""

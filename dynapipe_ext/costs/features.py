@@ -37,7 +37,7 @@ class PiecePositions:
     summed: IntArray
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch]) -> PiecePositions:
+    def from_micro_batches(cls, micro_batches: Sequence[MicroBatch]) -> PiecePositions:
         """Count the pieces of samples that are all among these micro-batches."""
         pieces: dict[int, list[SampleLength]] = {}
         for m in micro_batches:
@@ -84,7 +84,7 @@ class Features:
     pieces: PiecePositions | None = None
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch]) -> Features:
+    def from_micro_batches(cls, micro_batches: Sequence[MicroBatch]) -> Features:
         """Count the features of micro-batches. Raises PlanError for rows whose squares exceed 64 bits."""
         try:
             counts = np.fromiter(chain.from_iterable(map(_count_positions, micro_batches)), np.int64)
@@ -92,13 +92,13 @@ class Features:
             raise make_length_error(max(m.padded_tokens for m in micro_batches)) from error
         positions, pieces = np.ascontiguousarray(counts.reshape(-1, 5).T), None
         if any(m.attention == "carried" for m in micro_batches):
-            pieces = PiecePositions.of(micro_batches)
+            pieces = PiecePositions.from_micro_batches(micro_batches)
             positions[2] += 2 * pieces.before * pieces.own
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
         return cls(positions=positions, recompute=recompute, micro_batches=micro_batches, pieces=pieces)
 
     @classmethod
-    def of_shapes(
+    def from_shapes(
         cls,
         rows: npt.ArrayLike,
         encoder_len: npt.ArrayLike,
@@ -144,7 +144,7 @@ class Features:
 
 def count_positions(m: MicroBatch) -> tuple[int, int]:
     """Return `Features.tokens` and `Features.squares` of one micro-batch."""
-    features = Features.of([m])
+    features = Features.from_micro_batches([m])
     return int(features.tokens[0]), int(features.squares[0])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from dynapipe_ext.costs.adjustments import ADJUSTMENTS, adjust, adjustment_from_json
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts, as_cost_model
+from dynapipe_ext.costs.model import CostModel, MicroBatchPricer, UserCosts, as_cost_model
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, reason, short
@@ -17,7 +17,7 @@ from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, reason, s
 _NUM_CORES = "num_cores"  # of the machine that was measured, next to the fields of any kind
 
 
-def cost_model_to_json(costs: PricesMicroBatches) -> dict[str, Any]:
+def cost_model_to_json(costs: MicroBatchPricer) -> dict[str, Any]:
     """Return a cost model as JSON. Its "kind" names one of the four, or an adjustment of its "base".
 
     Raises ConfigError for a user's own model, and for estimates.

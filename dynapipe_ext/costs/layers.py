@@ -58,7 +58,7 @@ def check_bytes(*tables: Mapping[Any, float]) -> None:
             raise ConfigError(f"bytes of {name} are {short(size)} but must be 0 to {INFEASIBLE:,}: measure again")
 
 
-def layer_prices(grid: Grid | None, places: FloatArray) -> tuple[FloatArray, BoolArray]:
+def price_layer(grid: Grid | None, places: FloatArray) -> tuple[FloatArray, BoolArray]:
     """Return forward, backward and W in ms, MB stored and MB while it runs of one layer, (5, M): 0 for each column that
     there is none of; and what is known."""
     prices, in_table = np.zeros((len(_PRICES), places.shape[1])), np.ones(places.shape[1], bool)
@@ -73,7 +73,7 @@ def lay_on_stages(
     layers: Sequence[tuple[int, int]],
     halves: Sequence[tuple[int, int]],
 ) -> FloatArray:
-    """Return forward, backward and W in ms, MB stored and MB while the last layer runs, (5, S, M), of `layer_prices`.
+    """Return forward, backward and W in ms, MB stored and MB while the last layer runs, (5, S, M), of `price_layer`.
 
     `layers`: (encoder, decoder) layers of every stage; `halves`: its attentions and MLPs without their other half. A
     half that runs needs its own working memory in addition to all that the stage stores.
@@ -98,7 +98,7 @@ def lay_on_stages(
     return total
 
 
-def parts_of_stages(stages: Sequence[StageLayers]) -> Iterator[tuple[LayerPart, list[range]]]:
+def list_layer_parts(stages: Sequence[StageLayers]) -> Iterator[tuple[LayerPart, list[range]]]:
     """Yield the layers of every stage: full ones, then attentions and MLPs without their other half, if any."""
     yield "layer", [stage.whole for stage in stages]
     if any(map(len, halves := [stage.attention_half for stage in stages])):
@@ -108,7 +108,7 @@ def parts_of_stages(stages: Sequence[StageLayers]) -> Iterator[tuple[LayerPart, 
 
 
 @lru_cache(maxsize=64)
-def layers_of_stages(
+def count_stage_layers(
     num_layers: int, total_layers: int, num_stages: int, layers_per_stage: tuple[float, ...]
 ) -> list[tuple[int, int]]:
     """Count (encoder, decoder) layers of every stage, without halves. Without `layers_per_stage`, layer i of
@@ -133,16 +133,16 @@ def first_decoder_stage(layers: Sequence[tuple[int, int]]) -> int | None:
     return next((stage for stage, (_, num_decoder) in enumerate(layers) if num_decoder), None)
 
 
-def encoder_end_stage(layers: Sequence[tuple[int, int]]) -> int:
+def find_encoder_end(layers: Sequence[tuple[int, int]]) -> int:
     """Find the stage on which the encoder, or a decoder-only model, ends.
 
-    >>> encoder_end_stage([(2, 0), (1, 1), (0, 2)])
+    >>> find_encoder_end([(2, 0), (1, 1), (0, 2)])
     1
     """
     return max(stage for stage, (num_encoder, _) in enumerate(layers) if num_encoder)
 
 
-def parameters_by_stage(
+def count_parameters_by_stage(
     layers: Sequence[tuple[int, int]],
     parameters: Mapping[str, float],
     halves: Sequence[tuple[int, int]],
@@ -152,7 +152,7 @@ def parameters_by_stage(
     stage where the decoder begins has, too, and of the "head"; the "tied_head" on the last stage unless that has an
     embedding; the "encoder_norm" where the encoder ends; "position_biases" once for each of encoder and decoder that
     the stage has layers of."""
-    end = encoder_end_stage(with_halves(layers, halves))
+    end = find_encoder_end(with_halves(layers, halves))
     embeddings, heads = {*topology.embedding_stages, first_decoder_stage(layers) or 0}, topology.head_stages
     has_copy = topology.vocabulary == "whole" and heads.start not in embeddings
     total = np.zeros(len(layers))
@@ -178,9 +178,9 @@ def with_halves(layers: Sequence[tuple[int, int]], halves: Sequence[tuple[int, i
     return [(encoder + attention + mlp, decoder) for (encoder, decoder), (attention, mlp) in pairs]
 
 
-def once_by_stage(layers: Sequence[tuple[int, int]], once: Mapping[LayerKind, float]) -> FloatArray:
+def place_once_bytes(layers: Sequence[tuple[int, int]], once: Mapping[LayerKind, float]) -> FloatArray:
     """Return `once["encoder"]` on the stage where the encoder ends, `once["decoder"]` on stages with decoder layers."""
-    end, decoder = encoder_end_stage(layers), once.get("decoder", 0.0)
+    end, decoder = find_encoder_end(layers), once.get("decoder", 0.0)
     held = [once.get("encoder", 0.0) * (stage == end) + decoder * (n > 0) for stage, (_, n) in enumerate(layers)]
     return np.array(held)
 
@@ -188,12 +188,12 @@ def once_by_stage(layers: Sequence[tuple[int, int]], once: Mapping[LayerKind, fl
 def stage_layers(architecture: Architecture, topology: Topology) -> list[tuple[int, int]]:
     """Count (encoder or decoder-only, decoder) layers of every stage. Raises ConfigError for too few layers."""
     topology = topology.with_layers(architecture.total_layers)
-    return layers_of_stages(
+    return count_stage_layers(
         architecture.num_layers, architecture.total_layers, topology.num_stages, topology.layers_per_stage
     )
 
 
-def reading_stages(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
+def list_reading_stages(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
     """List the stages that read tokens: those of embeddings and heads, and the one where a decoder begins."""
     layers = stage_layers(architecture, topology)
     return *topology.embedding_stages, first_decoder_stage(layers) or 0, *topology.head_stages

@@ -61,11 +61,11 @@ class Links:
         """Use one kind of link everywhere."""
         return cls(intra=link, inter=link, ranks_per_node=1)
 
-    def of_group(self, stride: int, size: int) -> Link:
+    def find_group_link(self, stride: int, size: int) -> Link:
         """Return the slowest link of a ring over `size` ranks, each `stride` ranks after the one before.
 
         >>> links = Links(intra=Link(0, 3e11), inter=Link(0, 5e10), ranks_per_node=8)
-        >>> [links.of_group(s, n) is links.intra for s, n in ((1, 8), (4, 2), (8, 2), (1, 3), (8, 1))]
+        >>> [links.find_group_link(s, n) is links.intra for s, n in ((1, 8), (4, 2), (8, 2), (1, 3), (8, 1))]
         [True, True, False, False, True]
         """
         span = stride * size

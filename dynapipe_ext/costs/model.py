@@ -74,7 +74,7 @@ class MicroBatchCosts:
         """Flags of micro-batches that cannot run, shape (M,)."""
         return np.asarray((self.forward_ns >= INFEASIBLE).any(axis=0))
 
-    def refusing(self, refused: BoolArray) -> MicroBatchCosts:
+    def refuse(self, refused: BoolArray) -> MicroBatchCosts:
         """Return the costs with times and bytes of the micro-batches `refused`, shape (M,), INFEASIBLE."""
         if not refused.any():
             return self
@@ -95,7 +95,7 @@ class MicroBatchCosts:
         order = np.asarray(micro_batches, dtype=np.int64)
         return self._with_tables(lambda name: np.take(getattr(self, name), order, axis=1))
 
-    def keeping_inputs(self, chosen: BoolArray) -> MicroBatchCosts:
+    def keep_inputs(self, chosen: BoolArray) -> MicroBatchCosts:
         """Return the costs with the micro-batches `chosen`, shape (M,), recomputed stage by stage.
 
         A stage stores the message that it received, the first one nothing. B runs F again before it does all of W's
@@ -103,7 +103,7 @@ class MicroBatchCosts:
         """
         if not chosen.any():
             return self
-        stored, working = bytes_keeping_inputs(chosen, self.stored_bytes, self.working_bytes, self.transfer_bytes)
+        stored, working = keep_input_bytes(chosen, self.stored_bytes, self.working_bytes, self.transfer_bytes)
         return replace(
             self,
             backward_ns=self.backward_ns + chosen * self.forward_ns,
@@ -183,22 +183,22 @@ def _largest(table: IntArray) -> IntArray:
     return largest
 
 
-def bytes_keeping_inputs(
+def keep_input_bytes(
     chosen: npt.NDArray[np.bool_], stored: IntArray, working: IntArray, transferred: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return stored and working bytes as `MicroBatchCosts.keeping_inputs` has them."""
+    """Return stored and working bytes as `MicroBatchCosts.keep_inputs` has them."""
     received = np.zeros_like(stored)
     received[1:] = transferred
     return np.where(chosen, received, stored), working + chosen * np.maximum(stored - received, 0)
 
 
-def scaled_bytes(num_bytes: IntArray, factor: float) -> IntArray:
+def scale_bytes(num_bytes: IntArray, factor: float) -> IntArray:
     """Multiply bytes by a measured factor, rounding up."""
     return num_bytes if factor == 1.0 else np.ceil(num_bytes * factor).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class CostCapabilities:
     """Capabilities of a cost model in addition to prices. The defaults hold for a model that knows nothing more.
 
     `has_decoder`: whether samples have a decoder side; None: tokens of any kind are priced. `total_layers`: the layers
@@ -229,7 +229,7 @@ class ModelFacts:
 
 
 @runtime_checkable
-class PricesMicroBatches(Protocol):
+class MicroBatchPricer(Protocol):
     """The members that a user's own cost model needs: `as_cost_model` makes a `CostModel` of it.
 
     `evaluate` raises PlanError for a shape that it cannot price (outside a measured grid, say), naming the shape and
@@ -245,7 +245,7 @@ class PricesMicroBatches(Protocol):
 
 
 @runtime_checkable
-class PricesShapes(Protocol):
+class ShapePricer(Protocol):
     """Prices of padded shapes as arrays; a rejected shape costs INFEASIBLE. Hashable, as floors are cached."""
 
     def __hash__(self) -> int: ...
@@ -277,9 +277,9 @@ class CostModel:
         def num_stages(self) -> int: ...
 
         @property
-        def facts(self) -> ModelFacts: ...
+        def facts(self) -> CostCapabilities: ...
     else:
-        facts = ModelFacts()
+        facts = CostCapabilities()
 
     def price(self, features: Features) -> MicroBatchCosts:
         """Return the costs of micro-batches or shapes; those that the model refuses are INFEASIBLE."""
@@ -294,7 +294,7 @@ class CostModel:
 
         Raises PlanError for one that the model cannot price, naming the shape and the bound.
         """
-        features = Features.of(micro_batches)
+        features = Features.from_micro_batches(micro_batches)
         if features.pieces is not None and not self.facts.prices_pieces:
             piece = next(m.samples[0] for m in micro_batches if m.attention == "carried")
             raise PlanError(
@@ -316,16 +316,16 @@ class CostModel:
         recompute: Recompute = "none",
     ) -> MicroBatchCosts:
         """Price padded shapes given as arrays; a shape that the model cannot price costs INFEASIBLE."""
-        return self.price(Features.of_shapes(rows, encoder_len, decoder_len, recompute))
+        return self.price(Features.from_shapes(rows, encoder_len, decoder_len, recompute))
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> Floor | None:
         """Return what no micro-batch goes below, for bounds over all plans; None if no such bound is known.
 
         `least` prices shapes in place of the model itself: the least times after adjustments.
         """
         return None
 
-    def over(self, topology: Topology | None) -> tuple[CostModel, Topology]:
+    def with_topology(self, topology: Topology | None) -> tuple[CostModel, Topology]:
         """Return the costs over a topology (None: their own), and that topology with layers on its stages.
 
         Raises ConfigError for a topology that the model cannot price.
@@ -334,7 +334,7 @@ class CostModel:
 
     def at_width(self, width: int) -> CostModel:
         """Return one rank's costs in a context-parallel group of `width` data parallel ranks, each with a slice of
-        every row's positions; `ModelFacts.width` says which these are.
+        every row's positions; `CostCapabilities.width` says which these are.
 
         Work on positions, what is kept of them and messages are divided by this degree. Overheads and weights are not.
         Attention exchanges heads and gathers keys and values on top (`costs/blocks.py`). Raises ConfigError if what it
@@ -344,7 +344,7 @@ class CostModel:
             raise no_width(type(self).__name__, width)
         return self
 
-    def recounted(self, change: Callable[[Any], Any]) -> CostModel:
+    def recount(self, change: Callable[[Any], Any]) -> CostModel:
         """Return `change` of the costs if they are counted from a description, else the costs as they are."""
         return self
 
@@ -364,7 +364,7 @@ class CostModel:
         return fingerprint(self.to_json() or {})
 
 
-def as_cost_model(costs: PricesMicroBatches) -> CostModel:
+def as_cost_model(costs: MicroBatchPricer) -> CostModel:
     """Return a full cost model as it is, and one that only has the three members as `UserCosts`."""
     return costs if isinstance(costs, CostModel) else UserCosts(costs)
 
@@ -377,8 +377,8 @@ class UserCosts(CostModel):
     It is priced over any topology with as many stages. There is no bound over all plans.
     """
 
-    prices: PricesMicroBatches
-    facts: ModelFacts = ModelFacts()
+    prices: MicroBatchPricer
+    facts: CostCapabilities = CostCapabilities()
 
     @property
     def num_stages(self) -> int:
@@ -413,7 +413,7 @@ class UserCosts(CostModel):
         micro_batches = features.micro_batches
         if features.padded_shapes is not None:
             (rows, encoder_len, decoder_len), kinds = features.padded_shapes, features.recompute.tolist()
-            if isinstance(self.prices, PricesShapes) and len(kinds):
+            if isinstance(self.prices, ShapePricer) and len(kinds):
                 costs = self.prices.evaluate_shapes(rows, encoder_len, decoder_len, kinds[0])
                 return self._check("evaluate_shapes", costs, len(kinds))
             micro_batches = [
@@ -431,7 +431,7 @@ class UserCosts(CostModel):
         priced = [m for m, is_priced in zip(micro_batches, has_price, strict=True) if is_priced]
         costs = self.prices.evaluate(priced or [MicroBatch((SampleLength(0, 1),))])
         columns = np.minimum(np.cumsum([0, *has_price])[:-1], costs.num_micro_batches - 1)
-        return costs.take(columns).refusing(~np.array(has_price))
+        return costs.take(columns).refuse(~np.array(has_price))
 
     def at_width(self, width: int) -> Self:
         if width > 1:
@@ -457,13 +457,13 @@ def check_tax(tax: float) -> None:
         )
 
 
-def growing_times(
-    costs: PricesShapes,
+def make_growing_times(
+    costs: ShapePricer,
     *,
     split: bool,
     rounds_up: bool = False,
     kinds: Sequence[Recompute] = ("none",),
-    chain: PricesShapes | None = None,
+    chain: ShapePricer | None = None,
     error_ns: float = ROUNDING_NS,
 ) -> GrowingTimes:
     """Make the floor of costs whose times are overhead + a tokens + b squares, the least over `kinds` of recomputation.

@@ -17,7 +17,7 @@ _SIZES = 6  # of a row: 1; positions of encoder and decoder; squares of document
 _GROWS_WITH: Mapping[LayerKind, tuple[int, ...]] = {"encoder": (0, 1, 3), "decoder": (0, 1, 2, 4, 5)}
 
 
-def packed_sizes(features: Features) -> FloatArray:
+def count_packed_sizes(features: Features) -> FloatArray:
     """Return what bytes of packed rows grow with, (6, M); zeros for rows that are not packed, or attended to whole."""
     is_packed = np.zeros(features.positions.shape[1], bool)
     for index, m in enumerate(features.micro_batches):
@@ -28,7 +28,7 @@ def packed_sizes(features: Features) -> FloatArray:
     return sizes
 
 
-def sizes_of_slice(sizes: FloatArray, width: int) -> FloatArray:
+def slice_sizes(sizes: FloatArray, width: int) -> FloatArray:
     """Return the sizes of rows with a `width`-th of the positions in as many documents."""
     return sizes / np.array([1, *[width] * 2, *[width**2] * 3], np.float64)[:, None]
 
@@ -50,7 +50,7 @@ class PackedLayer:
     def fit(cls, kind: LayerKind, rows: Sequence[MicroBatch], measured: Sequence[tuple[int, int]]) -> PackedLayer:
         """Fit (stored, peak) bytes of rows with the least relative errors."""
         places = list(_GROWS_WITH[kind])
-        terms = packed_sizes(Features.of(rows))[places].T
+        terms = count_packed_sizes(Features.from_micro_batches(rows))[places].T
 
         def fit_terms(values: Sequence[int]) -> tuple[float, ...]:
             coefficients = np.zeros(_SIZES)

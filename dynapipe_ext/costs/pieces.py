@@ -18,7 +18,7 @@ from dynapipe_ext.costs.features import SUM_BYTES, Features, PiecePositions, spl
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import COLUMNS
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.costs.packed_rows import PackedLayer, packed_sizes
+from dynapipe_ext.costs.packed_rows import PackedLayer, count_packed_sizes
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
@@ -65,7 +65,7 @@ class SampleInPieces:
         megabytes = values[[grid.columns.index(name) for name in COLUMNS[2:]]]
         if packed is not None:
             row = MicroBatch((SampleLength(0, self.size),), "packed")
-            megabytes = np.maximum(megabytes, packed.of(packed_sizes(Features.of([row]))))
+            megabytes = np.maximum(megabytes, packed.of(count_packed_sizes(Features.from_micro_batches([row]))))
         stored, peak = (int(1e6 * one) for one in megabytes[:, 0])
         return replace(self, document=replace(self.document, stored_bytes=stored, peak_bytes=peak))
 
@@ -209,7 +209,7 @@ class PieceSurcharges:
         """
         width = 1 if block is None else block.width
         of_keys = 1.0 if block is None or width == 1 else block.kept_values / block.key_values
-        positions = features.pieces or PiecePositions.of(())
+        positions = features.pieces or PiecePositions.from_micro_batches(())
         own, before, kinds = positions.own, positions.before, features.layers_within_stage
         again = split_kinds(features.recompute)[0] == "stage"
         forward, backward, working, stored = np.zeros((4, len(own)))

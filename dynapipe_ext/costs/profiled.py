@@ -475,7 +475,7 @@ def cost_table(
 
 
 def parameter_counts(a: Architecture, tp: int) -> dict[str, int]:
-    """Count parameters on one tensor-parallel rank, under the names that `parameters_by_stage` knows."""
+    """Count parameters on one tensor-parallel rank, under the names that `count_parameters_by_stage` knows."""
     is_pair = int(a.num_decoder_layers > 0)
 
     def count(num_layers: int, num_decoder_layers: int) -> int:

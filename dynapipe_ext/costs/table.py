@@ -39,27 +39,27 @@ from dynapipe_ext.costs.layers import (
     LayerKind,
     check_bytes,
     check_grids,
+    count_parameters_by_stage,
+    count_stage_layers,
     first_decoder_stage,
     lay_on_stages,
-    layer_prices,
-    layers_of_stages,
-    once_by_stage,
-    parameters_by_stage,
+    place_once_bytes,
+    price_layer,
     with_halves,
 )
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.measured_blocks import MeasuredBlock
 from dynapipe_ext.costs.measured_points import table_points
 from dynapipe_ext.costs.model import (
+    CostCapabilities,
     CostModel,
     IntArray,
     MicroBatchCosts,
-    ModelFacts,
-    PricesShapes,
+    ShapePricer,
     fingerprint,
     no_width,
 )
-from dynapipe_ext.costs.packed_rows import PackedLayer, packed_sizes, sizes_of_slice
+from dynapipe_ext.costs.packed_rows import PackedLayer, count_packed_sizes, slice_sizes
 from dynapipe_ext.costs.pieces import PieceSurcharges
 from dynapipe_ext.costs.states import EXACT_SUM_BYTES, refused_tie
 from dynapipe_ext.errors import ConfigError, DataError, check_integer, settle_field_types
@@ -98,9 +98,9 @@ class CostTable(CostModel):
     Between grid points costs are multilinear. Below the grid a shape costs what the smallest point costs. Above it, or
     next to a point that was not measured, `evaluate` raises PlanError and `evaluate_shapes` answers INFEASIBLE.
 
-    Packed rows have no axis of their own: they are priced as `_equivalent_shapes` says. If that leans on a point that
-    was not measured, it is priced by the next smaller measured number of rows, in proportion. A piece of a long sample
-    is a document of such a row and takes what `pieces` adds; without them it has no price.
+    Packed rows have no axis of their own: they are priced as `_find_equivalent_shapes` says. If that leans on a point
+    that was not measured, it is priced by the next smaller measured number of rows, in proportion. A piece of a long
+    sample is a document of such a row and takes what `pieces` adds; without them it has no price.
 
     At a context-parallel degree above 1 a rank takes its share of the time of whole rows: rows of its share of
     positions were measured, but attend to less. What attention exchanges comes on top: `blocks` of the degrees that
@@ -110,7 +110,7 @@ class CostTable(CostModel):
     """
 
     grids: Mapping[tuple[Recompute, LayerKind], Grid]
-    # Weights on one tensor-parallel rank: of one layer of each kind, and of what else `parameters_by_stage` names.
+    # Weights on one tensor-parallel rank: of a layer of each kind, and what else `count_parameters_by_stage` names.
     parameter_bytes: Mapping[str, float]
     hidden_size: int
     num_layers: int
@@ -179,13 +179,13 @@ class CostTable(CostModel):
         return self.topology.num_stages
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> CostCapabilities:
         """Capabilities of the table. What replicas issue is unknown: only layers were measured."""
         dtype, first = DTYPE_OF_WIDTH[self.value_bytes], first_decoder_stage(self.stage_layers())
         described = self.provenance.get("model")
         sizes = dict(described) if isinstance(described, Mapping) else {}
         sizes |= {"num_layers": self.num_layers, "num_decoder_layers": self.total_layers - self.num_layers}
-        return ModelFacts(
+        return CostCapabilities(
             has_decoder=self.has_decoder,
             total_layers=self.total_layers,
             activation_format=ActivationFormat(
@@ -222,7 +222,7 @@ class CostTable(CostModel):
     def stage_layers(self) -> list[tuple[int, int]]:
         """Return (encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless given."""
         topology = self.topology if self.topology.vocabulary == "whole" else self.topology.with_layers(self.num_layers)
-        return layers_of_stages(self.num_layers, self.total_layers, self.num_stages, topology.layers_per_stage)
+        return count_stage_layers(self.num_layers, self.total_layers, self.num_stages, topology.layers_per_stage)
 
     def stage_halves(self) -> list[tuple[int, int]]:
         """Return the (attentions, MLPs) on every stage without the other half of their layer."""
@@ -235,7 +235,7 @@ class CostTable(CostModel):
         attentions: IntArray = np.array(self.stage_layers())[:, 0] + np.array(self.stage_halves())[:, 0]
         return attentions
 
-    def over(self, topology: Topology | None) -> tuple[CostTable, Topology]:
+    def with_topology(self, topology: Topology | None) -> tuple[CostTable, Topology]:
         """Return the same measurements over other stages; the tensor-parallel degree is part of what was measured."""
         topology = topology or self.topology
         if topology.tp != self.topology.tp:
@@ -251,7 +251,7 @@ class CostTable(CostModel):
     @property
     def _block(self) -> BlockAttention | None:
         """None if the heads are unknown, or there is a decoder side."""
-        return None if self.has_decoder else BlockAttention.of_sizes(self.facts.measured_sizes, self.topology)
+        return None if self.has_decoder else BlockAttention.from_sizes(self.facts.measured_sizes, self.topology)
 
     @property
     def _tax(self) -> float:
@@ -263,13 +263,13 @@ class CostTable(CostModel):
         whole, divided = self.state_parts
         return replace(self, state_parts=(whole + EXACT_SUM_BYTES / value_bytes, divided))
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> TablePoints:
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> TablePoints:
         """Return the times at all measured points, for bounds over all plans."""
         return table_points(self, stage_ranks, split, least)
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
-        m, features = micro_batch, Features.of([micro_batch])
-        (shape,) = self._equivalent_shapes(features).T
+        m, features = micro_batch, Features.from_micro_batches([micro_batch])
+        (shape,) = self._find_equivalent_shapes(features).T
         if "B" in self.working_in:
             m = m.with_recompute(without_stage(m.recompute))
         text = f"a {m.layout} micro-batch of {m.rows} x {m.encoder_len}"
@@ -292,7 +292,7 @@ class CostTable(CostModel):
 
     def price(self, features: Features) -> MicroBatchCosts:
         """Price micro-batches; every cost of a shape outside the grid is INFEASIBLE."""
-        shapes, sizes = self._equivalent_shapes(features), packed_sizes(features)
+        shapes, sizes = self._find_equivalent_shapes(features), count_packed_sizes(features)
         costs, in_table = self._price(features, shapes, sizes)
         is_packed = sizes[0] > 0
         if (lost := is_packed & ~in_table).any():
@@ -311,9 +311,9 @@ class CostTable(CostModel):
         costs = self.pieces.add(
             costs, features, self.stage_attentions(), self.value_bytes, block=self._block, tax=self._tax
         )
-        return costs.refusing(~in_table)
+        return costs.refuse(~in_table)
 
-    def _equivalent_shapes(self, features: Features) -> FloatArray:
+    def _find_equivalent_shapes(self, features: Features) -> FloatArray:
         """Return rows, encoder and decoder lengths, (3, M), not always whole.
 
         A packed row of P positions with document attention is the padded shape with the same tokens and the same sum of
@@ -323,7 +323,7 @@ class CostTable(CostModel):
         """
         shapes = features.shapes.astype(np.float64)
         kinds = features.layers_within_stage
-        for index in np.flatnonzero(packed_sizes(features)[0]).tolist():
+        for index in np.flatnonzero(count_packed_sizes(features)[0]).tolist():
             m = features.micro_batches[index]
             encoder, decoder = sides = m.encoder_len, m.decoder_len
             documents = m.documents if not decoder else [s.tokens for s in m.samples]
@@ -343,7 +343,7 @@ class CostTable(CostModel):
     def _price(
         self, features: Features, shapes: FloatArray, sizes: FloatArray, factor: FloatArray | float = 1.0
     ) -> tuple[MicroBatchCosts, BoolArray]:
-        """Return the costs of shapes (3, M) times a factor, with `packed_sizes`; and which the grid knows."""
+        """Return the costs of shapes (3, M) times a factor, with `count_packed_sizes`; and which the grid knows."""
         tokens, count = features.positions[:2].astype(np.float64), shapes.shape[1]
         again = split_kinds(features.recompute)[0] == "stage"
         ms_and_mb, in_table = np.zeros((5, self.num_stages, count)), np.zeros(count, bool)
@@ -374,7 +374,7 @@ class CostTable(CostModel):
         tables = (forward, backward, weight, stored, working, transfer, sent)
         named = {name: np.where(in_table, table, INFEASIBLE) for name, table in zip(_TABLES, tables, strict=True)}
         costs = MicroBatchCosts(**named, static_bytes=self.static_bytes(), working_in=self.working_in)
-        return costs.keeping_inputs(again & in_table), in_table
+        return costs.keep_inputs(again & in_table), in_table
 
     def _price_rank(
         self, recompute: Recompute, shapes: FloatArray, tokens: FloatArray, sizes: FloatArray
@@ -383,10 +383,10 @@ class CostTable(CostModel):
         whole, in_table = self._price_stages(recompute, shapes, sizes)
         if (width := self.topology.width) == 1 or (block := self._block) is None:
             return whole, in_table
-        share, _ = self._price_stages(recompute, shapes / [[1], [width], [1]], sizes_of_slice(sizes, width))
+        share, _ = self._price_stages(recompute, shapes / [[1], [width], [1]], slice_sizes(sizes, width))
         link = Link(round(self.comm_latency_us * 1e3), self.comm_gbps * 1e9 / 8)
         if self.links:
-            link = self.links.of_group(self.topology.tp, width)
+            link = self.links.find_group_link(self.topology.tp, width)
         layers = self.stage_attentions()[:, None]
         forward = layers * block.exchange_ns(tokens, self.value_bytes, link, self.blocks.get(width)) * 1e-6
         backward = forward * (1 + (recompute_of_layers(recompute) != "none"))
@@ -409,7 +409,7 @@ class CostTable(CostModel):
             is_head = kind == "postprocess"
             grid = head_grid if is_head else self.grids.get((layer, kind))
             places = shapes[[0, 2] if is_head and self.has_decoder else slice(len(grid.axes) if grid else 0)]
-            prices[kind], measured = layer_prices(grid, places)
+            prices[kind], measured = price_layer(grid, places)
             if kind not in HALVES:
                 in_table &= measured if grid else kind not in ("encoder", *["decoder"] * self.has_decoder)
             if grid and (packed := self.packed_layers.get((layer, kind))):
@@ -429,14 +429,14 @@ class CostTable(CostModel):
             total[4, stages] = np.maximum(total[4, stages], total[3, stages] + head[4] - head[3])
         if self.once_bytes:
             held = with_halves(self.stage_layers(), self.stage_halves())
-            total[3:] += once_by_stage(held, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
+            total[3:] += place_once_bytes(held, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
         return total, in_table
 
     def static_bytes(self) -> IntArray:
         """Return weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes
         x (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1."""
         here, sharded = self.state_parts
-        total = parameters_by_stage(self.stage_layers(), self.parameter_bytes, self.stage_halves(), self.topology)
+        total = count_parameters_by_stage(self.stage_layers(), self.parameter_bytes, self.stage_halves(), self.topology)
         return np.rint(total * (here + sharded / self.topology.dp)).astype(np.int64)
 
     def to_json(self) -> dict[str, Any]:

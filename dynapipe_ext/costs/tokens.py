@@ -15,12 +15,12 @@ from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.model import (
     UNCOUNTED_TAX,
+    CostCapabilities,
     CostModel,
     MicroBatchCosts,
-    ModelFacts,
-    PricesShapes,
+    ShapePricer,
     check_tax,
-    growing_times,
+    make_growing_times,
 )
 from dynapipe_ext.errors import ConfigError, short
 
@@ -77,16 +77,16 @@ class TokenCosts(CostModel):
             raise ConfigError(f"stage_scale has {len(self.stage_scale)} entries for {self.num_stages} stages")
 
     @property
-    def facts(self) -> ModelFacts:
+    def facts(self) -> CostCapabilities:
         """Messages are of 2-byte values, with both sides of a sample; for odd bytes per token, and for none, they are
         unknown. Keys and values of pieces are among the bytes of their tokens."""
         hidden_size, odd = divmod(self.transfer_bytes_per_token, 2)
         is_whole = hidden_size and not odd
         form = ActivationFormat(hidden_size, "bfloat16", first_decoder_stage=0) if is_whole else None
-        return ModelFacts(activation_format=form, prices_pieces=True, width=self.width)
+        return CostCapabilities(activation_format=form, prices_pieces=True, width=self.width)
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> GrowingTimes:
-        return growing_times(least or self, split=split)
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> GrowingTimes:
+        return make_growing_times(least or self, split=split)
 
     def at_width(self, width: int) -> TokenCosts:
         return replace(self, width=width)
@@ -119,7 +119,7 @@ class TokenCosts(CostModel):
             transfer_ns=edges * (self.transfer_ns_per_token * tokens),
             transfer_bytes=edges * (self.transfer_bytes_per_token * tokens),
             static_bytes=np.full(self.num_stages, self.static_bytes, np.int64),
-        ).keeping_inputs(recompute == "stage")
+        ).keep_inputs(recompute == "stage")
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "tokens", **fields_to_json(self, ("width", "width_tax"))}

@@ -14,7 +14,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.grid import BoolArray
-from dynapipe_ext.costs.model import IntArray, bytes_keeping_inputs
+from dynapipe_ext.costs.model import IntArray, keep_input_bytes
 from dynapipe_ext.models.architecture import Architecture
 
 _IDS = 25  # bytes per token: ids (8) and labels (8), weights and losses (8), a mask (1)
@@ -71,9 +71,9 @@ class PlainLayers:
         of_embedding = is_first * self.embedding_working_bytes(tied=tied) - stored
         working = np.maximum(np.maximum(of_layer, of_head), np.maximum(of_embedding, 0))
         if pieces is None:
-            return bytes_keeping_inputs(recompute == "stage", stored, working, transfer_bytes)
+            return keep_input_bytes(recompute == "stage", stored, working, transfer_bytes)
         stored = stored - layers * ~is_full * self._spared_bytes(pieces.own, recompute == "selective")
-        stored, working = bytes_keeping_inputs(recompute == "stage", stored, working, transfer_bytes)
+        stored, working = keep_input_bytes(recompute == "stage", stored, working, transfer_bytes)
         a_position = 2 * a.kv_size_on(self.tp)  # values that pieces keep for one another; a running one has gradients
         stored = stored + layers * (a_position * pieces.kept_bytes(v))
         return stored, working + (layers > 0) * (a_position * v * pieces.joined)

@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 from operator import attrgetter
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength, round_up
-from dynapipe_ext.costs.model import PricesShapes
+from dynapipe_ext.costs.model import ShapePricer
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.balance import assign_replicas, karmarkar_karp
 from dynapipe_ext.partitioning.packing import (
@@ -212,7 +212,7 @@ def with_short_ends(replicas: Replicas, evaluate: MicroBatchEvaluate) -> Replica
 
 def split_as_dynapipe(
     samples: Sequence[SampleLength],
-    costs: PricesShapes,
+    costs: ShapePricer,
     kinds: Sequence[Recompute],
     *,
     pp: int,
@@ -258,7 +258,7 @@ def split_as_dynapipe(
 
 def _cut_optimal_ranges(
     order: Sequence[SampleLength],
-    costs: PricesShapes,
+    costs: ShapePricer,
     kind: Recompute,
     caps: MicroBatchLimits,
     *,

@@ -87,7 +87,7 @@ def megatron_pipeline(
         costs = _counted(chunks[0], config, topology, ep)
         costs = costs if costs is not None and _has_counted_parameters(costs, num_parameters) else None
     if costs is not None:
-        costs, topology = as_cost_model(costs).over(topology)
+        costs, topology = as_cost_model(costs).with_topology(topology)
     rank = dist.get_rank()
     groups = make_pipeline_groups(topology, rank, timeout_s=timeout_s)
     return MegatronPipeline(

@@ -118,11 +118,11 @@ def _of_cost_file(args: argparse.Namespace, config: TrainConfig, topology: Topol
         refuse_table_of_other_model(costs, config, architecture_of(config, config.data.vocab_size), path)
         topology = topology or topology_of(config)
         costs = costs_of_settings(config, costs, path, vocab_size=None, on_host=num_cores is not None)
-        costs, topology = costs.over(topology)
+        costs, topology = costs.with_topology(topology)
         is_of_config = True
     else:
         layers = vars(args).get("layers_per_stage") or ()  # a file's are for its model
-        t, own = config.topology, costs.over(None)[1]
+        t, own = config.topology, costs.with_topology(None)[1]
         is_named = config.placement != "linear" or layers or t.vocabulary_parallel != "whole" or t.context_parallel != 1
         has_degree = any(vars(args).get(name) for name in DEGREES)
         if topology is None and (is_named or has_degree):
@@ -130,7 +130,7 @@ def _of_cost_file(args: argparse.Namespace, config: TrainConfig, topology: Topol
             degrees = {"tp": tp, "pp": t.pp, "dp": t.dp} if has_degree else {"tp": tp, "pp": own.pp, "dp": own.dp}
             config = config.with_values(topology={**degrees, "layers_per_stage": layers})
             topology = placed_stages(config)
-        costs, topology = costs.over(topology)  # over its own, where none is named
+        costs, topology = costs.with_topology(topology)  # over its own, where none is named
         is_of_config = False
     planning = SettledPlanning(
         config=config,

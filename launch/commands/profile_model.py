@@ -155,7 +155,7 @@ class _Job:
 
     def exchanged_bytes(self, width: int) -> int:
         """Bytes that a rank of a block receives in a layer's forward, for the largest micro-batch."""
-        block = BlockAttention.of(self.model, Topology(tp=self.tp, dp=width, width=width))
+        block = BlockAttention.from_architecture(self.model, Topology(tp=self.tp, dp=width, width=width))
         num_bytes = round(self.value_bytes * block.exchanged_values * self.within.max_tokens)
         return min(max(_LEAST_EXCHANGED, num_bytes), _MOST_EXCHANGED)
 

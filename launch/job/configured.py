@@ -33,7 +33,7 @@ from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, require_wh
 from dynapipe_ext.costs.adapters import adapter_costs, with_idle_weights
 from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
+from dynapipe_ext.costs.layers import count_stage_layers, first_decoder_stage
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, state_bytes
 from dynapipe_ext.data.batches import GlobalBatches, GlobalBatchRule
@@ -453,7 +453,7 @@ def _what_fits(
         for degrees in _degrees(config, num_ranks):
             try:
                 at = replace(config, topology=replace(linear, **degrees))
-                placed = costs.over(topology_of(at))[0]
+                placed = costs.with_topology(topology_of(at))[0]
                 num_bytes, _ = _bytes_alone(at, placed, sample, forwards_alone=forwards_alone)
             except (ConfigError, PlanError):  # sizes that this topology does not divide, costs of another one
                 continue
@@ -530,7 +530,7 @@ def configured_format(config: TrainConfig) -> ActivationFormat:
     """What ranks of the configured model send to one another."""
     m, topology = config.model, topology_of(config)
     shards = topology.tp if config.topology.sequence_parallel else 1
-    layers = layers_of_stages(m.num_layers, m.total_layers, topology.num_stages, topology.layers_per_stage)
+    layers = count_stage_layers(m.num_layers, m.total_layers, topology.num_stages, topology.layers_per_stage)
     order: Literal["sbh", "bsh"] = "bsh" if m.uses_transformers else "sbh"
     return ActivationFormat(
         m.hidden_size,

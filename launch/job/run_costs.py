@@ -188,7 +188,7 @@ def costs_of_settings(
         settled = configured_costs(config, counted)
         return kept_on_host(settled) if on_host else settled
 
-    return costs.over(topology_of(config))[0].recounted(configured)
+    return costs.with_topology(topology_of(config))[0].recount(configured)
 
 
 def kept_on_host(costs: AnalyticCosts) -> AnalyticCosts:

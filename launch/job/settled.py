@@ -161,15 +161,15 @@ class SettledPlanning:
             return ("whole",)
         for spread in _SPREAD:
             try:
-                self.costs.over(split_vocabulary(gather_vocabulary(self.topology), spread))
+                self.costs.with_topology(split_vocabulary(gather_vocabulary(self.topology), spread))
             except ConfigError:  # one rank, rows that do not divide, or a tied model with the head alone
                 continue
             return ("whole", spread)
         return ("whole",)
 
-    def over(self, topology: Topology) -> SettledPlanning:
+    def with_topology(self, topology: Topology) -> SettledPlanning:
         """The same model on other stages."""
-        config, costs = with_placement(self.config, topology), self.costs.over(topology)[0]
+        config, costs = with_placement(self.config, topology), self.costs.with_topology(topology)[0]
         return replace(self, config=config, costs=costs, topology=topology)
 
 
@@ -190,14 +190,14 @@ def placed_planning(
     comparable = replace(planning, costs=adjust(planning.costs, fitted=None))
     trials = placement_trials(
         planning.topology,
-        lambda topology: comparable.over(topology).planner,
+        lambda topology: comparable.with_topology(topology).planner,
         layers_to_place(planning.costs),
         batches(),
         names=get_args(PlacementName) if config.placement == "auto" else (config.placement,),
         vocabularies=planning.vocabularies,
         halves=planning.costs.facts.prices_halves and (runs_half_layers(config) or not planning.is_of_config),
     )
-    return planning.over(trials[0].topology), trials
+    return planning.with_topology(trials[0].topology), trials
 
 
 class Machine(Protocol):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.costs.layers import reading_stages
+from dynapipe_ext.costs.layers import list_reading_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.data.sample_selection import describe_samples, weighted_files
@@ -171,7 +171,7 @@ def variant_planner(job: SettledJob, costs: CostModel, config: TrainConfig) -> P
     """A variant's planner, with the current costs."""
     planning, topology = replace(job.planning, costs=costs), topology_of(config)
     if topology != planning.topology:
-        planning = replace(planning, costs=planning.costs.over(topology)[0], topology=topology)
+        planning = replace(planning, costs=planning.costs.with_topology(topology)[0], topology=topology)
     return replace(planning, config=config).planner
 
 
@@ -217,7 +217,7 @@ def _loader_of(context: RankContext, config: TrainConfig) -> Callable[..., DynaP
         seed=rule.seed,
         coordinates=me,
         pin_memory=context.device.type == "cuda",
-        needs_data=not set(topology.stages_of(me.pp_rank)).isdisjoint(reading_stages(architecture, topology)),
+        needs_data=not set(topology.stages_of(me.pp_rank)).isdisjoint(list_reading_stages(architecture, topology)),
     )
 
 

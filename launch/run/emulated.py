@@ -93,5 +93,5 @@ def _refuse_incomparable(config: TrainConfig) -> None:
 def _proven_steps(config: TrainConfig, costs: CostModel, samples: Sequence[Sequence[SampleLength]]) -> list[ProvenStep]:
     """Return the proven step of each batch. Raises PlanError if one does not fit, ConfigError if no step can be
     planned this way."""
-    planner = make_planner(config, costs.over(topology_of(config))[0])
+    planner = make_planner(config, costs.with_topology(topology_of(config))[0])
     return [prove_step(planner, of_step, step=step) for step, of_step in enumerate(samples)]

@@ -46,7 +46,7 @@ def whole_layers_bound_s(
             f"{num_layers} layers on {costs.topology.pp} ranks: the bound is for even shares on 3 or more"
         )
     uneven = (share - 1, share + 1, *[share] * (costs.topology.pp - 2))  # one more without the head; a share with it
-    shaped, _ = costs.over(replace(costs.topology, placement=(), layers_per_stage=uneven))
+    shaped, _ = costs.with_topology(replace(costs.topology, placement=(), layers_per_stage=uneven))
     order = np.sort(np.array(lengths, np.int64))
     rows = np.arange(1, len(order) + 1)
     works = []

@@ -160,7 +160,7 @@ def best_topology(planner: Planner, batches: SampledBatches) -> Topology:
     buffers in flight."""
 
     def over(topology: Topology) -> Planner:
-        return replace(planner, topology=topology, costs=planner.costs.over(topology)[0])
+        return replace(planner, topology=topology, costs=planner.costs.with_topology(topology)[0])
 
     search = PlacementSearch(
         planner.topology,

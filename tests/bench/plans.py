@@ -78,7 +78,7 @@ def planner_of(case: Case, costs: CostTable, *, split: bool) -> Planner:
 def placed(planner: Planner, batches: Sequence[Mapping[str, Any]], case: Case) -> Planner:
     """The same under what `--placement auto` takes for these batches, where messages take no bytes."""
     best = best_topology(planner, [samples_of(case, batch) for batch in batches])
-    return replace(planner, topology=best, costs=planner.costs.over(best)[0])
+    return replace(planner, topology=best, costs=planner.costs.with_topology(best)[0])
 
 
 def timed(plan: Callable[[], StepPlan], topology: Topology, runs: int) -> tuple[StepPlan, float, bool | None]:
@@ -136,7 +136,7 @@ def _to_judge(
 ) -> Callable[[], Measured]:
     path = bench.scratch / f"{case.file}.{index}.{column.replace(', ', '-')}.json"
     path.write_text(json.dumps(plan_json(plan, topology)))
-    proven(plan, bench.costs(case).over(topology)[0])
+    proven(plan, bench.costs(case).with_topology(topology)[0])
     load = os.getloadavg()[0]
     packed = any(m.layout == "packed" for m in plan.batch.micro_batches)
 

@@ -156,7 +156,7 @@ def planner_of(case: Case, placement: PlacementName, widths: tuple[int, ...] = (
     stages = () if placement == "linear" else place_stages(placement, costs.topology.pp)
     width, several = (widths[0], ()) if len(widths) == 1 else (1, widths)
     topology = replace(costs.topology, placement=stages, width=width)
-    return Planner(topology, costs.over(topology)[0], LIMIT_BYTES, widths=several, **options.as_keywords())
+    return Planner(topology, costs.with_topology(topology)[0], LIMIT_BYTES, widths=several, **options.as_keywords())
 
 
 def as_step(proven: ProvenStep | None, **more: Any) -> Step | None:

@@ -99,7 +99,7 @@ def rival_s(case: Case, samples: list[SampleLength]) -> float | None:
         name = own_placement(rival.schedule)
         stages = () if name == "linear" else place_stages(name, case.pp)
         costs = replace(case.costs, split_backward=rival.schedule in SPLIT_SCHEDULES)
-        costs, topology = costs.over(replace(case.costs.topology, placement=stages))
+        costs, topology = costs.with_topology(replace(case.costs.topology, placement=stages))
         planner = Planner(topology, costs, LIMIT_BYTES, pad_multiple=case.tp, **rival.rules)
         if step := fastest([partial(planned_step, planner, samples)]):
             step_s[rival.name] = step.step_plan.makespan_s
@@ -131,7 +131,7 @@ def placed_s(case: Case, samples: list[SampleLength]) -> float:
     """The step of whole rollouts where layers are placed for it and backwards are split."""
 
     def planner_over(topology: Topology) -> Planner:
-        costs, placed = replace(case.costs, split_backward=True).over(topology)
+        costs, placed = replace(case.costs, split_backward=True).with_topology(topology)
         return Planner(placed, costs, LIMIT_BYTES, **RULES_OF_CALL, pad_multiple=case.tp, split_backward=True)
 
     search = PlacementSearch(

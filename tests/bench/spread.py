@@ -77,7 +77,7 @@ def rank_work(costs: CostModel, topology: Topology, samples: Sequence[SampleLeng
 def balanced(costs: CostModel, topology: Topology, samples: Sequence[SampleLength], step: float) -> Topology:
     """Layers moved from the busiest rank to the idlest, `step` at a time, for as long as the busiest have less."""
     while True:
-        work = rank_work(costs.over(topology)[0], topology, samples)
+        work = rank_work(costs.with_topology(topology)[0], topology, samples)
         layers = list(topology.layers_per_stage)
         giver = max(topology.stages_of(int(work.argmax())), key=lambda stage: layers[stage])
         taker = topology.stages_of(int(work.argmin()))[0]
@@ -85,7 +85,7 @@ def balanced(costs: CostModel, topology: Topology, samples: Sequence[SampleLengt
             return topology
         layers[giver], layers[taker] = layers[giver] - step, layers[taker] + step
         moved = replace(topology, layers_per_stage=tuple(layers))
-        if sorted(rank_work(costs.over(moved)[0], moved, samples), reverse=True) >= sorted(work, reverse=True):
+        if sorted(rank_work(costs.with_topology(moved)[0], moved, samples), reverse=True) >= sorted(work, reverse=True):
             return topology
         topology = moved
 
@@ -126,7 +126,7 @@ def counted_ways(
     for way in WAYS:
         topology = placed(way, costs, even, samples)
         planner = Planner(
-            topology, costs.over(topology)[0], limit_bytes + ROOM_BYTES, split_backward=split, layout="packed",
+            topology, costs.with_topology(topology)[0], limit_bytes + ROOM_BYTES, split_backward=split, layout="packed",
             pad_multiple=model.tp,
         )  # fmt: skip
         row: dict[str, Any] = {"model": model.name, "pp": pp, "placement": name, "split": split, "way": way}
@@ -172,7 +172,7 @@ def table_rows(shared: Path, scratch: Path) -> Iterator[dict[str, Any]]:
 def spread_planner(case: Case, planner: Planner, name: PlacementName) -> Planner:
     placement = () if name == "linear" else place_stages(name, case.topology.pp)
     topology = split_vocabulary(replace(case.topology, placement=placement).with_layers(case.layers), "both")
-    return replace(planner, topology=topology, costs=planner.costs.over(topology)[0])
+    return replace(planner, topology=topology, costs=planner.costs.with_topology(topology)[0])
 
 
 def table_row(

@@ -202,7 +202,7 @@ def test_widths_are_measured_by_real_ranks_and_priced_by_what_these_took(
     sizes = {len(times["even_s"]) for times in table.provenance["exchanges"].values()}
     assert min(sizes) >= 3
     m = MicroBatch((SampleLength(0, 64),), "packed", pad_multiple=4)
-    laid_out = table.over(Topology(dp=4))[0]
+    laid_out = table.with_topology(Topology(dp=4))[0]
     one, two = (laid_out.at_width(width).evaluate([m]) for width in (1, 2))
     block = table.blocks[2]
     exchange_ns = 3 * (2 * block.even.latency_ns + 64 / 2 * (64 / 2 + 32) * 4 / block.even.bytes_per_s * 1e9)

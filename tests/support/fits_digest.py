@@ -48,7 +48,7 @@ def found() -> dict[str, object]:
     points = {(r, n): 1e-6 * r * n for r, n in [(1, 16), (1, 128), (8, 16), (8, 128), (4, 64)]}
     random = np.random.default_rng(0)
     lengths = random.integers(16, 500, 60).tolist()
-    plan = Planner(Topology(pp=2), table.over(Topology(pp=2))[0], memory_limit_bytes=1e9, seed=0).plan(lengths)
+    plan = Planner(Topology(pp=2), table.with_topology(Topology(pp=2))[0], memory_limit_bytes=1e9, seed=0).plan(lengths)
     return {
         "errors of shapes": [(shape, error) for shape, error in profile.errors(within).items()],
         "surface of the simplest fit": list(left_out_errors(points).values()),

@@ -82,10 +82,10 @@ def test_shapes_that_a_model_of_ones_own_prices_wrongly_are_refused_by_name() ->
 def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
     own = as_cost_model(Own())
     assert as_cost_model(own) is own
-    assert own.over(None) == (own, Topology(pp=2))
-    assert own.over(Topology(tp=4, pp=2)) == (own, Topology(tp=4, pp=2))
+    assert own.with_topology(None) == (own, Topology(pp=2))
+    assert own.with_topology(Topology(tp=4, pp=2)) == (own, Topology(tp=4, pp=2))
     assert own.facts.has_decoder is None
-    assert own.recounted(lambda counted: counted) is own.with_exact_sums(2) is own
+    assert own.recount(lambda counted: counted) is own.with_exact_sums(2) is own
     assert find_batch_floor(own, sample_lengths([3]), (0, 1), split=False, packed=False) is None
     with pytest.raises(ConfigError, match="Own has no to_json, by which planner processes"):
         cost_model_to_json(own)
@@ -94,7 +94,7 @@ def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
 def test_costs_that_were_fitted_recount_what_they_were_fitted_to() -> None:
     counted = AnalyticCosts(GPT, Topology(pp=2))
     fitted = AdjustedCosts(counted, fitted=FittedTimes(({"F": TimeCorrection(2.0)}, {})))
-    again = fitted.recounted(lambda costs: replace(costs, split_backward=True))
+    again = fitted.recount(lambda costs: replace(costs, split_backward=True))
     assert again == replace(fitted, prices=replace(counted, split_backward=True))
 
 

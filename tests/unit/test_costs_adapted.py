@@ -25,7 +25,7 @@ from dynapipe_ext.costs.features import count_positions
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_error
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel, ModelFacts
+from dynapipe_ext.costs.model import CostCapabilities, CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.drift import fitted_costs
@@ -132,7 +132,7 @@ def test_shapes_cost_what_their_micro_batches_do_and_what_cannot_be_stays_so() -
     assert (found.forward_ns[1:] == RIGHT.evaluate([MicroBatch((SampleLength(0, 40),))]).forward_ns[1:]).all()
 
     class Short:
-        num_stages, facts = 4, ModelFacts()
+        num_stages, facts = 4, CostCapabilities()
 
         def price(self, features: Any) -> Any:
             of = RIGHT.price(features)
@@ -146,14 +146,14 @@ def test_shapes_cost_what_their_micro_batches_do_and_what_cannot_be_stays_so() -
 def test_fitted_times_are_of_their_stages_with_any_number_of_replicas() -> None:
     counted = AnalyticCosts(preset("llama-2-7b"), Topology(tp=2, pp=4).with_layers(32), flops_per_s=1e14)
     costs = adjust(counted, fitted=FittedTimes(({"F": TimeCorrection(2.0)},) * 4))
-    wider, _ = costs.over(Topology(tp=2, pp=4, dp=8).with_layers(32))
+    wider, _ = costs.with_topology(Topology(tp=2, pp=4, dp=8).with_layers(32))
     assert isinstance(wider, AdjustedCosts)
     assert wider.fitted == fitted_times(costs)
-    assert wider.prices == counted.over(Topology(tp=2, pp=4, dp=8).with_layers(32))[0]
+    assert wider.prices == counted.with_topology(Topology(tp=2, pp=4, dp=8).with_layers(32))[0]
     for other in (Topology(tp=2, pp=8), Topology(tp=1, pp=4), Topology(tp=2, pp=4, layers_per_stage=(7, 9, 8, 8))):
-        assert isinstance(costs.over(other.with_layers(32))[0], AnalyticCosts)
+        assert isinstance(costs.with_topology(other.with_layers(32))[0], AnalyticCosts)
     of_tokens = adjust(RIGHT, fitted=FittedTimes(({},) * 4))  # which price stages wherever they are
-    assert of_tokens.over(Topology(pp=4, dp=2, layers_per_stage=(1, 1, 1, 1)))[0] == of_tokens
+    assert of_tokens.with_topology(Topology(pp=4, dp=2, layers_per_stage=(1, 1, 1, 1)))[0] == of_tokens
 
 
 def test_they_survive_json_with_every_bit() -> None:
@@ -204,11 +204,11 @@ def test_adjustments_are_one_list_in_one_order_and_a_second_of_a_kind_takes_the_
 def test_trained_shares_stay_with_their_stages() -> None:
     counted = AnalyticCosts(preset("llama-2-7b"), Topology(pp=4).with_layers(32))
     frozen = adjust(counted, frozen=FrozenWeights((0.1,) * 4))
-    wider, _ = frozen.over(Topology(pp=4, dp=8).with_layers(32))
+    wider, _ = frozen.with_topology(Topology(pp=4, dp=8).with_layers(32))
     assert isinstance(wider, AdjustedCosts)
     assert wider.frozen == FrozenWeights((0.1,) * 4)
     with pytest.raises(ConfigError, match="give that topology, or the costs before adapters"):
-        frozen.over(Topology(pp=8).with_layers(32))
+        frozen.with_topology(Topology(pp=8).with_layers(32))
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTES)

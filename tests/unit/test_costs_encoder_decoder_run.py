@@ -31,11 +31,11 @@ def test_costs_cross_as_json_and_go_over_other_topologies() -> None:
     again = cost_model_from_json(cost_model_to_json(COSTS))
     assert again == COSTS
     assert again.fingerprint() == COSTS.fingerprint()
-    moved, topology = COSTS.over(Topology(tp=2, pp=2, layers_per_stage=(5, 3)))
+    moved, topology = COSTS.with_topology(Topology(tp=2, pp=2, layers_per_stage=(5, 3)))
     assert topology.layers_per_stage == (5, 3)
     assert moved.facts.activation_format == ActivationFormat(64, "bfloat16", first_decoder_stage=0)
     with pytest.raises(ConfigError, match="8 layers cannot fill 9 stages"):
-        COSTS.over(Topology(pp=9))
+        COSTS.with_topology(Topology(pp=9))
 
 
 def test_shapes_cost_what_micro_batches_of_them_do_and_never_without_a_decoder_side() -> None:

@@ -194,7 +194,7 @@ def test_samples_longer_than_any_measured_row_are_planned_in_pieces_and_checked(
     tmp_path: Path, split: bool, placement: tuple[int, ...]
 ) -> None:
     """30,000 positions where rows were measured up to 4096: pieces alike in time would begin with a longer one."""
-    costs, topology = table().over(Topology(pp=2, dp=2, placement=placement))
+    costs, topology = table().with_topology(Topology(pp=2, dp=2, placement=placement))
     made = Planner(topology, costs, 2e9, layout="packed", pieces="auto", effort=300, split_backward=split)
     with pytest.raises(PlanError, match="1 x 30000"):
         replace(made, pieces="off").plan(LONG)

@@ -15,7 +15,7 @@ from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
-from dynapipe_ext.costs.layers import reading_stages
+from dynapipe_ext.costs.layers import list_reading_stages
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.costs.table import CostTable
@@ -47,7 +47,7 @@ def counted(topology: Topology = WHOLE, **options: object) -> AnalyticCosts:
 
 
 def priced(costs: CostModel, topology: Topology, recompute: Recompute = "none") -> MicroBatchCosts:
-    placed, _ = costs.over(topology)
+    placed, _ = costs.with_topology(topology)
     samples = sample_lengths([9, 32, 64, 100])
     packed = MicroBatch(samples[:3], "packed", recompute)
     return placed.evaluate([MicroBatch(samples[:2], "padded", recompute), packed])
@@ -125,7 +125,7 @@ def test_the_busiest_rank_is_near_the_even_share(pp: int) -> None:
     given = [(32 - last) // (pp - 1) + (stage < (32 - last) % (pp - 1)) for stage in range(pp - 1)]
     busiest = {}
     for topology in replace(even, layers_per_stage=(*given, last)), split_vocabulary(even, "head"):
-        rows = costs.over(topology)[0].evaluate_shapes([1], [2048])
+        rows = costs.with_topology(topology)[0].evaluate_shapes([1], [2048])
         work = (rows.forward_ns + rows.backward_ns)[:, 0]
         by_rank = np.bincount(topology.stage_ranks, weights=work)
         busiest[topology.vocabulary] = by_rank.max() / by_rank.mean()
@@ -140,7 +140,7 @@ def test_measured_parts_take_their_share_of_the_measured_head(tmp_path: Path) ->
         topology = split_vocabulary(Topology(tp=2, pp=3, dp=2), "head")
         samples = sample_lengths([60, 64])
         whole = costs.evaluate([MicroBatch(samples)])
-        spread = costs.over(topology)[0].evaluate([MicroBatch(samples)])
+        spread = costs.with_topology(topology)[0].evaluate([MicroBatch(samples)])
         for name in ("forward_ns", "backward_ns", "weight_ns"):
             one, parts = getattr(whole, name)[:, 0], getattr(spread, name)[:, 0]
             assert (parts[:2] == one[:2]).all()
@@ -180,13 +180,13 @@ def test_a_measured_peak_of_the_head_is_a_parts_share_beside_its_input() -> None
 
 def test_facts_say_where_messages_hold_more(tmp_path: Path) -> None:
     for costs in counted(), gpt(tmp_path):
-        spread, _ = costs.over(split_vocabulary(Topology(tp=2, pp=3, dp=2), "head"))
+        spread, _ = costs.with_topology(split_vocabulary(Topology(tp=2, pp=3, dp=2), "head"))
         for model, first in (costs, None), (spread, 2):
             form = model.facts.activation_format
             assert form is not None
             assert form.first_head_stage == first
             assert model.facts.prices_spread
-    assert reading_stages(MODEL, HEAD) == (0, 0, 2, 3, 4)
+    assert list_reading_stages(MODEL, HEAD) == (0, 0, 2, 3, 4)
     assert AnalyticCosts.from_json(counted(HEAD).to_json()) == counted(HEAD)
 
 
@@ -197,8 +197,8 @@ def test_who_cannot_spread_a_vocabulary_says_so(tmp_path: Path) -> None:
     tied = replace(table, parameter_bytes={**table.parameter_bytes, "tied_head": 1.0})
     lora = LoraSettings(enabled=True)
     refused: dict[str, Callable[[], object]] = {
-        "a table with a decoder side does not": lambda: pairs.over(four),
-        "this model ties its head to it": lambda: tied.over(four),
+        "a table with a decoder side does not": lambda: pairs.with_topology(four),
+        "this model ties its head to it": lambda: tied.with_topology(four),
         "vocab_size 770 does not divide over tp 2 x pp 3": lambda: AnalyticCosts(odd, HEAD),
         "a model with adapters does not": lambda: adapter_costs(counted(HEAD), lora, MODEL, HEAD, recipe="mixed"),
     }

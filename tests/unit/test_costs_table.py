@@ -253,14 +253,14 @@ def test_w_takes_its_share_of_the_backward(tmp_path: Path) -> None:
 
 def test_uneven_layers_and_other_topologies_reuse_the_measurements(tmp_path: Path) -> None:
     table = gpt(tmp_path)
-    uneven, _ = table.over(Topology(tp=2, pp=2, layers_per_stage=(5, 2)))
+    uneven, _ = table.with_topology(Topology(tp=2, pp=2, layers_per_stage=(5, 2)))
     assert uneven.stage_layers() == [(5, 0), (2, 0)]
     with pytest.raises(ConfigError, match=r"a link of 0\.0 Gbit/s"):
         t5(tmp_path, comm_gbps=0.0)
     with pytest.raises(ConfigError, match="measured at tp 2, not 1"):
-        table.over(Topology(tp=1, pp=2))
+        table.with_topology(Topology(tp=1, pp=2))
     with pytest.raises(ConfigError, match="sums to 3 but the model has 7 layers"):
-        table.over(Topology(tp=2, pp=2, layers_per_stage=(1, 2)))
+        table.with_topology(Topology(tp=2, pp=2, layers_per_stage=(1, 2)))
 
 
 @pytest.mark.parametrize(

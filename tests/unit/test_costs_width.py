@@ -65,7 +65,7 @@ def test_heads_are_divided_first_and_keys_and_values_gathered_over_the_rest(
     width: int, heads: int, gathers: int, key_heads: int
 ) -> None:
     """On each of 2 tensor parallel ranks: 4 query heads, 2 key heads."""
-    block = BlockAttention.of(GPT, Topology(tp=2, dp=16, width=width))
+    block = BlockAttention.from_architecture(GPT, Topology(tp=2, dp=16, width=width))
     assert (block.head_ranks, block.gather_ranks, block.kept_values) == (heads, gathers, 2 * key_heads * HEAD)
     # Of 16 positions a rank has 16 / width. It attends with as many queries in all as it has, of other positions, and
     # what they attend to returns; keys and values of its heads come of all positions that it does not have.
@@ -81,7 +81,7 @@ def test_exchanges_take_the_slowest_link_of_the_block_forwards_backwards_and_aga
 ) -> None:
     """Nodes have 8 ranks: 4 data parallel ones of 2 tensor parallel ones each."""
     free, linked = (counted(width=width, links=links) for links in (None, LINKS))
-    block, tokens, layers, values = BlockAttention.of(GPT, linked.topology), 128, 2, 2
+    block, tokens, layers, values = BlockAttention.from_architecture(GPT, linked.topology), 128, 2, 2
     time_ns = layers * (count * link.latency_ns + tokens * values * block.exchanged_values / link.bytes_per_s * 1e9)
     for recompute, times in (("none", 1), ("selective", 2), ("full", 2), ("stage", 2)):
         row = [replace(ROW, recompute=recompute)]

@@ -133,7 +133,7 @@ class NoneAlone(TokenCosts):
     def price(self, features: Any) -> Any:
         costs = TokenCosts.price(self, features)
         costs = replace(costs, stored_bytes=costs.stored_bytes + 7 * (costs.working_bytes == 0))
-        return costs.refusing((features.recompute != "none") & (features.tokens > 50))
+        return costs.refuse((features.recompute != "none") & (features.tokens > 50))
 
 
 def test_where_full_recomputation_was_not_measured_a_forward_is_held_to_need_what_it_stores() -> None:

@@ -49,7 +49,7 @@ def micro_batches(recompute: Recompute = "none") -> list[MicroBatch]:
 
 
 def of_cut(costs: CostModel, cut: tuple[float, ...], recompute: Recompute = "none") -> MicroBatchCosts:
-    placed, _ = costs.over(replace(Topology(pp=2, dp=2), layers_per_stage=cut))
+    placed, _ = costs.with_topology(replace(Topology(pp=2, dp=2), layers_per_stage=cut))
     return placed.evaluate(micro_batches(recompute))
 
 
@@ -95,7 +95,7 @@ def test_a_half_counts_its_own_products_parameters_and_activations() -> None:
     priced = costs.evaluate_shapes([2], [32])
     assert priced.forward_ns[0, 0] == 8 * h * h * tokens + 4 * h * tokens * length
     assert priced.stored_bytes[0, 0] == 2 * tokens * (2 * h + 4 * h) + 2 * 4 * tokens * length  # 4 heads' scores
-    costs, _ = costs.over(Topology(pp=4, layers_per_stage=(1, 0.5, 0.5, 2)))
+    costs, _ = costs.with_topology(Topology(pp=4, layers_per_stage=(1, 0.5, 0.5, 2)))
     mlp = costs.evaluate_shapes([2], [32])
     assert mlp.forward_ns[2, 0] == 2 * 3 * h * f * tokens
     assert mlp.stored_bytes[2, 0] == 2 * tokens * (2 * h + 3 * f)
@@ -114,7 +114,9 @@ def test_measured_layers_are_shared_out_by_their_flops_and_bytes(length: int, tm
     shape = ([2], [length], [0])
 
     def priced(cut: tuple[float, ...], recompute: Recompute = "none") -> MicroBatchCosts:
-        return table.over(Topology(tp=2, pp=4, dp=2, layers_per_stage=cut))[0].evaluate_shapes(*shape, recompute)
+        return table.with_topology(Topology(tp=2, pp=4, dp=2, layers_per_stage=cut))[0].evaluate_shapes(
+            *shape, recompute
+        )
 
     layer, halves = priced((1, 1, 1, 4)), priced((1, 0.5, 0.5, 5))
     work = (8 * h + 4 * length) / (24 * h + 4 * length)
@@ -127,7 +129,7 @@ def test_measured_layers_are_shared_out_by_their_flops_and_bytes(length: int, tm
     assert halves.static_bytes[1:3] == pytest.approx([layer.static_bytes[1] / 3, layer.static_bytes[1] * 2 / 3])
     full = priced((1, 0.5, 0.5, 5), "full").stored_bytes[:3, 0]
     assert full[0] == full[1] == full[2]
-    assert (table.over(Topology(tp=2, pp=2, dp=2, layers_per_stage=(3.5, 3.5)))[0].static_bytes() > 0).all()
+    assert (table.with_topology(Topology(tp=2, pp=2, dp=2, layers_per_stage=(3.5, 3.5)))[0].static_bytes() > 0).all()
 
 
 PAIRS = {"num_decoder_layers": 2, "num_layers": 2, "position": "relative", "norm": "rmsnorm", "bias": False}
@@ -179,8 +181,8 @@ def test_a_model_of_transformers_has_halves_where_that_is_proven_of_its_family(*
 def test_who_cannot_be_cut_inside_a_layer_says_so(tmp_path: Path) -> None:
     pairs = t5(tmp_path)
     with pytest.raises(ConfigError, match="cuts a layer between attention and MLP, which a model with a decoder side"):
-        pairs.over(Topology(tp=2, pp=4, dp=2, layers_per_stage=(0.5, 0.5, 1, pairs.total_layers - 2)))
+        pairs.with_topology(Topology(tp=2, pp=4, dp=2, layers_per_stage=(0.5, 0.5, 1, pairs.total_layers - 2)))
     table = gpt(tmp_path)
     unmeasured = {key: grid for key, grid in table.grids.items() if key[1] not in ("attention", "mlp")}
     with pytest.raises(ConfigError, match="which a cost table without grids of both halves does not"):
-        replace(table, grids=unmeasured).over(Topology(tp=2, pp=2, layers_per_stage=(3.5, 3.5)))
+        replace(table, grids=unmeasured).with_topology(Topology(tp=2, pp=2, layers_per_stage=(3.5, 3.5)))

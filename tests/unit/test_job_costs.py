@@ -62,8 +62,8 @@ def measured_table(**changes: Any) -> CostTable:
 
 def test_costs_are_read_over_their_own_topology_or_the_one_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path, COUNTED)
-    assert read_cost_file(path).over(None) == (COUNTED, COUNTED.topology)
-    wider, topology = read_cost_file(path).over(Topology(pp=4))
+    assert read_cost_file(path).with_topology(None) == (COUNTED, COUNTED.topology)
+    wider, topology = read_cost_file(path).with_topology(Topology(pp=4))
     assert (wider.num_stages, topology.layers_per_stage) == (4, (1, 1, 1, 1))
 
 
@@ -75,8 +75,8 @@ def test_a_file_that_holds_no_costs_is_named(tmp_path: Path) -> None:
 
 def test_token_costs_know_their_stages_alone(tmp_path: Path) -> None:
     path = written(tmp_path, TokenCosts(2))
-    assert read_cost_file(path).over(None)[1] == Topology(pp=2)
-    assert read_cost_file(path).over(Topology(tp=4, pp=2))[1] == Topology(tp=4, pp=2)
+    assert read_cost_file(path).with_topology(None)[1] == Topology(pp=2)
+    assert read_cost_file(path).with_topology(Topology(tp=4, pp=2))[1] == Topology(tp=4, pp=2)
 
 
 def test_a_job_takes_rates_from_its_cost_file_and_widths_and_sharding_from_its_settings(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_the_tax_is_what_slices_take_beyond_their_share() -> None:
 def test_a_block_takes_its_share_with_the_tax_and_its_exchanges_over_measured_links(width: int) -> None:
     """Four heads: eight ranks gather keys and values in a third exchange."""
     one, wide = (costs.evaluate([ROW]) for costs in (table(), table().at_width(width)))
-    block = BlockAttention.of_sizes(SIZES, Topology(width=width, dp=16))
+    block = BlockAttention.from_sizes(SIZES, Topology(width=width, dp=16))
     assert block is not None
     queries, keys = 2 * 64 / width, block.kept_values
     latency, rate = (2 * 1_000, 1e10) if width < 8 else (2 * 1_000 + 9_000, 1e9)

@@ -114,7 +114,7 @@ def test_the_bottleneck_is_the_busiest_rank_and_the_fullest_one(
     never = np.arange(200) % 7 == 0
     ranks = np.array(stage_ranks if stage_ranks and len(set(stage_ranks)) < 4 else range(4))
     count = int(ranks.max()) + 1
-    for one in (costs, costs.refusing(never), replace(costs, forward_ns=np.where(never, INFEASIBLE, costs.forward_ns))):
+    for one in (costs, costs.refuse(never), replace(costs, forward_ns=np.where(never, INFEASIBLE, costs.forward_ns))):
         times, needs = bottleneck(one, min_in_flight, stage_ranks)
         for m in range(200):
             cannot_run = (one.forward_ns[:, m] >= INFEASIBLE).any() or (one.stored_bytes[:, m] >= INFEASIBLE).any()
@@ -150,7 +150,7 @@ def test_records_hold_every_cost_of_every_shape_and_kind(split: bool) -> None:
     made = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
     costs = made.evaluate_shapes(rng.integers(1, 9, 21), rng.integers(1, 900, 21))
     never = np.arange(21) % 5 == 0
-    kinds = [costs, replace(costs.refusing(never), weight_ns=rng.integers(0, 99, (3, 21)))]
+    kinds = [costs, replace(costs.refuse(never), weight_ns=rng.integers(0, 99, (3, 21)))]
     records = make_records(kinds, split=split)
     for record, one in zip(records, kinds, strict=True):
         gradient = one.input_ns if split else one.backward_ns

@@ -271,7 +271,7 @@ def test_heads_in_slices_are_priced_as_measured_and_whole_up_to_a_slice() -> Non
     arrays = table.evaluate_shapes([6], [300], 0, "head+full")
     assert arrays.digest() == table.evaluate([padded(*long, "head+full")]).digest()
     stage, none = (table.evaluate([padded(*long, kind)]) for kind in ("head+stage", "head"))
-    assert np.array_equal(stage.keeping_inputs(np.array([True])).stored_bytes, stage.stored_bytes)
+    assert np.array_equal(stage.keep_inputs(np.array([True])).stored_bytes, stage.stored_bytes)
     assert np.array_equal(stage.forward_ns, none.forward_ns)
 
 
@@ -365,17 +365,17 @@ def test_states_are_those_of_every_stage(value_bytes: int, tied: bool) -> None:
     for pp in (1, 2, 4):
         topology = Topology(pp=pp)
         expected = count_parameters(shape, topology).total * (18 if value_bytes == 2 else 16)
-        assert table.over(topology)[0].static_bytes().tolist() == expected.tolist()
+        assert table.with_topology(topology)[0].static_bytes().tolist() == expected.tolist()
 
 
 def test_a_distributed_optimizer_divides_its_states_over_replicas() -> None:
     table = cost_table(usual(), _RANGE, _SHAPE, value_bytes=2, distributed_optimizer=True)
     parameters = count_parameters(_SHAPE, Topology()).total[0]
-    assert table.over(Topology(dp=4))[0].static_bytes().tolist() == [parameters * (6 + 12 // 4)]
+    assert table.with_topology(Topology(dp=4))[0].static_bytes().tolist() == [parameters * (6 + 12 // 4)]
 
 
 def test_the_table_says_w_the_heads_peak_and_wide_values() -> None:
-    table = cost_table(usual(), _RANGE, _SHAPE, value_bytes=4).over(Topology(pp=2))[0]
+    table = cost_table(usual(), _RANGE, _SHAPE, value_bytes=4).with_topology(Topology(pp=2))[0]
     again = CostTable.from_json(json.loads(json.dumps(table.to_json())))
     assert again.fingerprint() == table.fingerprint()
     for recompute in ("none", "selective", "full"):

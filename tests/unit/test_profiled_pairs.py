@@ -200,7 +200,9 @@ def test_measurements_of_pairs_go_on_where_they_were_kept() -> None:
 def test_states_are_those_of_every_stage_of_unequal_sides(topology: Topology, tied: bool) -> None:
     """bf16: weight 2, fp32 gradient, master and two moments, 18 bytes a parameter."""
     shape = t5(num_layers=4, num_decoder_layers=3, tied_embeddings=tied)
-    found = CostTable.from_json(json.loads(json.dumps(small(shape, value_bytes=2).to_json()))).over(topology)[0]
+    found = CostTable.from_json(json.loads(json.dumps(small(shape, value_bytes=2).to_json()))).with_topology(topology)[
+        0
+    ]
     assert found.total_layers == 7
     assert found.stage_layers() == stage_layers(shape, topology)
     expected = count_parameters(shape, topology).total * 18
@@ -208,14 +210,14 @@ def test_states_are_those_of_every_stage_of_unequal_sides(topology: Topology, ti
 
 
 def test_parameters_are_those_of_a_tensor_parallel_rank() -> None:
-    found = small(t5(), tp=2).over(Topology(tp=2, pp=4))[0]
+    found = small(t5(), tp=2).with_topology(Topology(tp=2, pp=4))[0]
     expected = count_parameters(t5(), Topology(tp=2, pp=4)).total * 16
     assert found.static_bytes().tolist() == expected.tolist()
 
 
 def test_a_stage_holds_its_layers_the_encoders_output_once_and_where_the_encoder_ends_its_norm() -> None:
     """Of 2 x 24 encoder positions of 64 fp32 values, whose sequence two ranks share."""
-    costs = small(t5(), multiple=2).over(Topology(pp=4))[0].evaluate([padded(2, 24, 8)])
+    costs = small(t5(), multiple=2).with_topology(Topology(pp=4))[0].evaluate([padded(2, 24, 8)])
     encoder, decoder, head = (truth(part, 2, 24, 8, "none") for part in ("encoder", "decoder", "head"))
     output, norm = 2 * 24 * 64 * 4 // 2, 2 * (2 * 24 * 64 * 4) // 2
     layers = [2 * encoder.stored_bytes, 2 * encoder.stored_bytes + norm]
@@ -234,7 +236,7 @@ def test_packed_pairs_hold_what_layers_of_either_side_were_measured_to_keep_or_p
 ) -> None:
     pairs = [(20, 60), (200, 16), (100, 100), (16, 16)]
     row = MicroBatch(tuple(SampleLength(i, e, d, d) for i, (e, d) in enumerate(pairs)), "packed", kind)
-    alone = replace(table, once_bytes={}).over(Topology(pp=8))[0].evaluate([row]).stored_bytes
+    alone = replace(table, once_bytes={}).with_topology(Topology(pp=8))[0].evaluate([row]).stored_bytes
     for stage, part in ((0, "encoder"), (4, "decoder")):
         kept = packed_truth(part, row).stored_bytes  # type: ignore[arg-type]
         assert 0.99 * kept <= alone[stage, 0] <= 1.06 * kept
@@ -252,7 +254,7 @@ def test_packed_pairs_are_priced_where_each_of_them_would_be(table: CostTable) -
 def test_a_target_that_is_longer_than_the_table_is_refused_before_the_launch(table: CostTable) -> None:
     """Though another pair is longer on the whole."""
     config = TrainConfig().with_values(model={"num_decoder_layers": 4}, topology={"tp": 1, "pp": 2, "dp": 1})
-    costs, _ = table.over(Topology(pp=2))
+    costs, _ = table.with_topology(Topology(pp=2))
     check_fits(config, costs, np.array([[250, 128, 128], [9, 5, 5]]))
     with pytest.raises(PlanError, match=r"sample 1 with 150 tokens cannot be priced: .*ends at decoder_len 128"):
         check_fits(config, costs, np.array([[250, 128, 128], [10, 140, 140]]))

@@ -41,7 +41,7 @@ def test_stocks_micro_batches_have_a_row_a_sample_or_rows_that_are_full() -> Non
     class Refusing(TokenCosts):
         def evaluate(self, micro_batches: Any) -> Any:
             costs = super().evaluate(micro_batches)
-            return costs.refusing(costs.forward_ns[0] >= 0)
+            return costs.refuse(costs.forward_ns[0] >= 0)
 
     unknown = StockRows(costs=Refusing(2), pp=2, dp=1, micro_batch_size=1, seq_len=64, recompute="none")
     assert unknown.padded_s([5]) is None
