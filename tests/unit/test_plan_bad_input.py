@@ -198,7 +198,7 @@ def test_a_plan_that_cuts_samples_is_not_written(
     lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """dynapipe-plan/1 names samples; pieces of one would look like the sample twice."""
-    (tmp_path / "job.toml").write_text('[plan]\nrule = "fixed-rows"\nmax_tokens = 64\nlayout = "packed"\n')
+    (tmp_path / "job.toml").write_text('[plan]\nsplit_policy = "fixed-rows"\nmax_tokens = 64\nlayout = "packed"\n')
     arguments = ["--lengths", lengths, *SMALL, "--config", str(tmp_path / "job.toml")]
     assert plan(*arguments) == 0
     capsys.readouterr()
