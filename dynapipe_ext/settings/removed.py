@@ -23,7 +23,7 @@ _SUCCESSORS = {
     ("--text-key", "[data] text_key"): "use fields = [TEXT], or --fields TEXT",
     ("--output-merged", "[checkpoint] output_merged"): "use dynapipe convert ADAPTER DIR --merge BASE",
     ("--save-format", "[checkpoint] save_format"): "use dynapipe convert OUTPUT DIR --to FORMAT",
-    ("[checkpoint] background",): "leave it out, as runs on accelerators save so",
+    ("[checkpoint] background",): "leave it out, as runs on accelerators save so if memory allows",
     ("[data] prefetch_steps",): "leave it out, as planners stay 2 steps ahead",
     ("--stages-per-rank", "[topology] stages_per_rank"): "leave it out, or name more stages by layers_per_stage",
     ("--reserve-gb", "--host-memory-gb", "--efficiency", "--intra-gb-per-s", "--inter-gb-per-s", "--host-gb-per-s"): (

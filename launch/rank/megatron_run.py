@@ -11,6 +11,8 @@ import torch
 from dynapipe_ext.executor.checkpoints.folder import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.checkpoints.saving import Saver
+from dynapipe_ext.executor.device import most_of_ranks
+from dynapipe_ext.executor.free_memory import free_bytes
 from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
 from dynapipe_ext.executor.stages.megatron.model import build_chunks, build_model, transformer_config
@@ -23,6 +25,8 @@ from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.written_arguments import run_arguments
 from dynapipe_ext.settings.train_config import TrainConfig
+
+_COPY_MARGIN = 3  # times the bytes of a checkpoint, as its copy grows in memory
 
 
 def build_megatron(
@@ -50,6 +54,10 @@ def build_megatron(
     num_sum_bytes = 8 * config.optimizer.deterministic * sum(p.numel() for c in chunks for p in c.parameters())
     description = architecture.to_json() | {"dtype": config.model.dtype}
 
+    def has_memory_for_copy(num_bytes: int) -> bool:
+        """Return, on all ranks alike, whether the host's memory holds a copy of what accelerators save."""
+        return device.type != "cpu" and not most_of_ranks(int(_COPY_MARGIN * num_bytes > free_bytes()), device)
+
     def saver(root: Path, num_bytes: int) -> Saver:
         return CheckpointSaver(
             root,
@@ -58,7 +66,7 @@ def build_megatron(
             run_arguments(architecture, config.model.dtype),
             keep_last=config.checkpoint.keep_last,
             keep_best=config.checkpoint.keep_best,
-            background=device.type != "cpu",  # whose memory holds the copy
+            background=has_memory_for_copy(num_bytes),
             num_bytes=num_bytes,
         )
 
