@@ -148,10 +148,12 @@ def count_parameters_by_stage(
     halves: Sequence[tuple[int, int]],
     topology: Topology,
 ) -> FloatArray:
-    """Return the parameters of every stage: those of its layers and `halves`; its parts of the "embedding", which the
-    stage where the decoder begins has, too, and of the "head"; the "tied_head" on the last stage unless that has an
-    embedding; the "encoder_norm" where the encoder ends; "position_biases" once for each of encoder and decoder that
-    the stage has layers of."""
+    """Return the parameters of every stage: those of its layers and `halves`, and its parts of the vocabulary.
+
+    The stage where the decoder begins has an "embedding", too. The last stage has the "tied_head" unless it has an
+    embedding. The "encoder_norm" is where the encoder ends. "position_biases" count once for each of encoder and
+    decoder that the stage has layers of.
+    """
     end = find_encoder_end(with_halves(layers, halves))
     embeddings, heads = {*topology.embedding_stages, first_decoder_stage(layers) or 0}, topology.head_stages
     has_copy = topology.vocabulary == "whole" and heads.start not in embeddings

@@ -29,8 +29,8 @@ _MOST = 1e6  # ns or bytes for a position or a pair of them: so that those of th
 @dataclass(frozen=True, slots=True)
 class MeasuredPieces:
     """One layer's measurement of a sample in pieces, all forwards, then all backwards: seconds of each F and B in the
-    order of positions; `stored_bytes` after the last F, keys and values that pieces keep for one another among them;
-    `peak_bytes`, the maximum at any time.
+    order of positions. `stored_bytes` are those after the last F, with the keys and values kept for other pieces.
+    `peak_bytes` are the maximum at any time.
     """
 
     forward_s: tuple[float, ...]

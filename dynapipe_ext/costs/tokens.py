@@ -40,7 +40,7 @@ class TokenCosts(CostModel):
     of that work.
 
     Without an overhead, any padding would cost more than another micro-batch, and plans would be of single samples. The
-    default is the time of 100 tokens: the search joins samples where two together take at most a quarter more than one,
+    default is the time of 100 tokens: the search joins samples if two together take at most a quarter more than one,
     which of equal lengths means an overhead of three lengths, of 32 positions here.
     """
 
