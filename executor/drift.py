@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
-from dynapipe_ext.costs.adjustments import adjust, fitted_times, times_by_letter
+from dynapipe_ext.costs.adjustments import adjust, fitted_times, list_times
 from dynapipe_ext.costs.features import count_positions
-from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_error
+from dynapipe_ext.costs.fitting import MeasuredAction, find_prediction_error, fit_times
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.events import CostsFit
@@ -33,9 +33,9 @@ def measured_actions(
     if not spans:
         return ()
     costs = costs.at_width(plan.width)
-    predicted = times_by_letter(costs.evaluate(plan.micro_batches))
+    predicted = list_times(costs.evaluate(plan.micro_batches))
     fitted_from = adjust(costs, fitted=None)
-    before = predicted if fitted_from is costs else times_by_letter(fitted_from.evaluate(plan.micro_batches))
+    before = predicted if fitted_from is costs else list_times(fitted_from.evaluate(plan.micro_batches))
     actions = []
     for span in spans:
         label = _LABEL.fullmatch(span.label)
@@ -125,7 +125,7 @@ def fitted_costs(actions: Sequence[MeasuredAction], costs: CostModel) -> tuple[C
     new_costs = fit_times(costs, measured)
     times = fitted_times(new_costs)
     assert times is not None
-    errors = CostsFit(*prediction_error(times, measured))
+    errors = CostsFit(*find_prediction_error(times, measured))
     worth_it = errors.error_before > _LARGE and errors.error_after < _MUCH_BETTER * errors.error_before
     return (new_costs, errors) if worth_it else None
 

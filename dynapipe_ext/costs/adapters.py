@@ -15,9 +15,9 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.settings.tables import LoraSettings
 
 
-def share_of_adapters(lora: LoraSettings, architecture: Architecture) -> float:
+def find_adapter_share(lora: LoraSettings, architecture: Architecture) -> float:
     """Return the share of the model's products for weight gradients that its adapters need."""
-    (share,) = _trained_shares(lora, architecture, Topology(layers_per_stage=(architecture.num_layers,)))
+    (share,) = _find_trained_shares(lora, architecture, Topology(layers_per_stage=(architecture.num_layers,)))
     return share
 
 
@@ -58,7 +58,7 @@ def adapter_costs(
     kept_bytes = value_bytes * (lora.r * len(lora.described or ()) + (2 * inputs if lora.lora_dropout else 0))
     token_bytes = layers * (0 if base.facts.measured_adapters else kept_bytes)
     frozen = FrozenWeights(
-        _trained_shares(lora, architecture, topology),
+        _find_trained_shares(lora, architecture, topology),
         static_bytes=tuple(static.tolist()),
         token_bytes=tuple(token_bytes.tolist()) if token_bytes.any() else (),
     )
@@ -72,7 +72,7 @@ def with_idle_weights(costs: CostModel, idle_bytes: tuple[int, ...]) -> CostMode
     return adjust(costs, frozen=replace(frozen, idle_bytes=idle_bytes))
 
 
-def _trained_shares(lora: LoraSettings, architecture: Architecture, topology: Topology) -> tuple[float, ...]:
+def _find_trained_shares(lora: LoraSettings, architecture: Architecture, topology: Topology) -> tuple[float, ...]:
     """Return the trained share of each stage; on the last one the head is frozen, too."""
     layers = _layers(architecture, topology)
     work = layers * (architecture.attention_parameters + architecture.mlp_parameters)

@@ -116,7 +116,7 @@ class TimeCorrection:
                 raise ConfigError(f"{name} of a correction is {short(value)} but must be a number of 0 to {_MAX:.0f}")
 
     def __call__(self, terms: FloatArray) -> FloatArray:
-        """Return times of micro-batches with these `correction_terms`, shape (M,)."""
+        """Return times of micro-batches with these `make_correction_terms`, shape (M,)."""
         return np.rint(product(terms, astuple(self)))
 
 
@@ -125,17 +125,17 @@ OF_KIND = {(letter, kind): f"{letter} {kind}" for letter in "BI" for kind in REC
 CORRECTED = (*LETTERS, *OF_KIND.values())
 
 
-def times_by_letter(costs: MicroBatchCosts) -> dict[str, IntArray]:
+def list_times(costs: MicroBatchCosts) -> dict[str, IntArray]:
     """Return the times of each action kind, shape (S, M)."""
     return {"F": costs.forward_ns, "B": costs.backward_ns, "I": costs.input_ns, "W": costs.weight_ns}
 
 
-def correction_terms(times_ns: IntArray, tokens: IntArray, squares: IntArray) -> FloatArray:
+def make_correction_terms(times_ns: IntArray, tokens: IntArray, squares: IntArray) -> FloatArray:
     """Return the (M, 4) terms of which a `TimeCorrection` has coefficients."""
     return np.stack([times_ns, np.ones_like(times_ns), tokens, squares], axis=1).astype(np.float64)
 
 
-def corrected_times(stage: StageCorrections, letter: str, terms: FloatArray, kinds: npt.NDArray[np.str_]) -> FloatArray:
+def correct_times(stage: StageCorrections, letter: str, terms: FloatArray, kinds: npt.NDArray[np.str_]) -> FloatArray:
     """Return times of actions under these recomputation modes, by a mode's own correction if there is one."""
     times_ns = stage.get(letter, TimeCorrection())(terms)
     for kind in RECOMPUTES:
@@ -171,11 +171,11 @@ class FittedTimes:
         self, costs: MicroBatchCosts, kinds: npt.NDArray[np.str_], tokens: IntArray, squares: IntArray
     ) -> MicroBatchCosts:
         """Return adjusted `costs` of micro-batches with these recomputation modes, tokens and squared lengths."""
-        times = times_by_letter(costs)
+        times = list_times(costs)
         fitted = {
             letter: np.stack(
                 [
-                    corrected_times(stage, letter, correction_terms(of_stage, tokens, squares), kinds)
+                    correct_times(stage, letter, make_correction_terms(of_stage, tokens, squares), kinds)
                     for stage, of_stage in zip(self.corrections, times[letter], strict=True)
                 ]
             ).astype(np.int64)
@@ -370,7 +370,7 @@ def adjust(costs: CostModel, **changes: Any) -> CostModel:
     return after if after.frozen or after.fitted or after.forward_only else after.prices
 
 
-def adjustment_from_json(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read_adjustment(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the argument of `adjust` for JSON of one of `ADJUSTMENTS`. Raises ConfigError."""
     fields = {name: value for name, value in raw.items() if name not in ("kind", "base")}
     try:

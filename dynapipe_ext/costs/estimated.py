@@ -132,8 +132,8 @@ class EstimatedCosts(CostModel):
         costs, (enc, dec, *_) = self.base.price(features), features.positions
         recompute, _ = split_kinds(features.recompute)
         again = (recompute == "full") | (recompute == "stage")
-        forward_ns, backward_ns = self._collectives_ns(-(-enc // self.strategy.cp), dec, again)
-        gather_ns, scatter_ns = self._replicas_ns()
+        forward_ns, backward_ns = self._time_collectives(-(-enc // self.strategy.cp), dec, again)
+        gather_ns, scatter_ns = self._time_replicas()
         stored, working = costs.stored_bytes, costs.working_bytes
         if self.plain:
             stored, working = self.plain.count_bytes(features, costs.transfer_bytes)
@@ -160,7 +160,9 @@ class EstimatedCosts(CostModel):
         is_last = np.arange(self.num_stages)[:, None] == self.num_stages - 1
         return np.asarray(is_last * self.plain.head_bytes(micro_batches))
 
-    def _collectives_ns(self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+    def _time_collectives(
+        self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]
+    ) -> tuple[IntArray, IntArray]:
         """Return the times that tensor and expert parallel collectives add to F and B, of `enc` and `dec` positions."""
         layers, a, tp, ep = self.base.stage_layers, self.base.architecture, self.topology.tp, self.strategy.ep
         num_enc, num_dec = layers[:, :1], layers[:, 1:]
@@ -169,16 +171,16 @@ class EstimatedCosts(CostModel):
         forward = backward = np.zeros((len(layers), len(enc)))
         if tp > 1:
             link = self.cluster.group_link(1, tp)
-            cross = num_dec * _ring_ns(link, tp, 3 * dec * a_token, times=2, count=3)
-            forward = num_enc * _ring_ns(link, tp, 2 * enc * a_token, times=2, count=2) + cross
-            backward = forward + _ring_ns(link, tp, num_dec * enc * a_token, times=2, count=0)
+            cross = num_dec * _time_ring(link, tp, 3 * dec * a_token, times=2, count=3)
+            forward = num_enc * _time_ring(link, tp, 2 * enc * a_token, times=2, count=2) + cross
+            backward = forward + _time_ring(link, tp, num_dec * enc * a_token, times=2, count=0)
             if a.num_query_groups % tp:  # ranks that share key heads gather all rows of queries, keys and values
-                gather = num_enc * _ring_ns(link, tp, enc * (value_bytes * (a.query_size + 2 * a.kv_size)))
+                gather = num_enc * _time_ring(link, tp, enc * (value_bytes * (a.query_size + 2 * a.kv_size)))
                 forward, backward = forward + gather, backward + gather
         if ep > 1 and a.num_experts:
             link = self.cluster.group_link(tp * self.strategy.cp, ep)
             rows = a.top_k * enc / (tp if self.strategy.sequence_parallel else 1)
-            exchange = 2 * self._num_mixtures * _ring_ns(link, ep, rows * a_token)
+            exchange = 2 * self._num_mixtures * _time_ring(link, ep, rows * a_token)
             forward, backward = forward + exchange, backward + exchange
         backward = backward + np.where(again, forward, 0)
         return np.rint(forward).astype(np.int64), np.rint(backward).astype(np.int64)
@@ -191,7 +193,7 @@ class EstimatedCosts(CostModel):
         per_stage: IntArray = counts.sum(axis=0, keepdims=True).T
         return per_stage
 
-    def _replicas_ns(self) -> tuple[IntArray, IntArray]:
+    def _time_replicas(self) -> tuple[IntArray, IntArray]:
         """Return each stage's times of gathering weights and of scattering gradients, shape (S, 1)."""
         nothing = np.zeros((self.num_stages, 1), np.int64)
         dp, zero = self.weight_topology.dp, self.strategy.zero_stage
@@ -199,11 +201,11 @@ class EstimatedCosts(CostModel):
             return nothing, nothing
         weight, gradient, _ = BYTES_PER_PARAMETER[self.recipe]
         common, link = self.states.parameters.common[:, None], self.replica_link
-        scatter = np.rint(_ring_ns(link, dp, common * gradient)).astype(np.int64)
+        scatter = np.rint(_time_ring(link, dp, common * gradient)).astype(np.int64)
         if zero == 2:
             return nothing, scatter
         from_host = 1e9 / (dp * self.cluster.host_bytes_per_s) if self.strategy.offload == "all" else 0.0
-        gather = np.rint(_ring_ns(link, dp, common * weight) + common * weight * from_host).astype(np.int64)
+        gather = np.rint(_time_ring(link, dp, common * weight) + common * weight * from_host).astype(np.int64)
         return gather, scatter
 
     def fingerprint(self) -> str:
@@ -215,18 +217,18 @@ class EstimatedCosts(CostModel):
         )
 
 
-def _ring_ns(link: Link, size: int, num_bytes: Any, *, times: int = 1, count: int = 1) -> Any:
+def _time_ring(link: Link, size: int, num_bytes: Any, *, times: int = 1, count: int = 1) -> Any:
     """Return the ns of `count` collectives that move `times` x (size - 1) / size of their bytes over every link: 1 for
     a gather, a scatter or an exchange, 2 for a sum."""
     return num_bytes * (times * (size - 1) / size * 1e9 / link.bytes_per_s) + count * float(link.latency_ns)
 
 
 def ring_s(num_bytes: float, link: Link, size: int, *, times: int = 1) -> float:
-    """Return the seconds of one collective over `size` ranks, as `_ring_ns` counts it."""
-    return _ring_ns(link, size, num_bytes, times=times) / 1e9 if size > 1 and num_bytes else 0.0
+    """Return the seconds of one collective over `size` ranks, as `_time_ring` counts it."""
+    return _time_ring(link, size, num_bytes, times=times) / 1e9 if size > 1 and num_bytes else 0.0
 
 
-def estimated_costs(
+def estimate_costs(
     architecture: Architecture,
     cluster: Cluster,
     strategy: Strategy,
@@ -246,14 +248,14 @@ def estimated_costs(
         offload=strategy.offload,
         ep=strategy.ep,
     )
-    base, plain = _counted_costs(architecture, cluster, strategy, precision), None
+    base, plain = _count_costs(architecture, cluster, strategy, precision), None
     if not cluster.device.is_fused and counts_plain_layers(architecture):
         require_whole_vocabulary(topology, "an estimate of operators one by one")
         plain = PlainLayers(base, packed=layout == "packed")
     return EstimatedCosts(base=base, states=held, strategy=strategy, recipe=recipe, cluster=cluster, plain=plain)
 
 
-def _counted_costs(
+def _count_costs(
     architecture: Architecture, cluster: Cluster, strategy: Strategy, precision: Precision
 ) -> AnalyticCosts:
     """Return what the padded model's own layers cost, without what the strategy adds to them."""

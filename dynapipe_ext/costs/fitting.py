@@ -17,9 +17,9 @@ from dynapipe_ext.costs.adjustments import (
     StageCorrections,
     TimeCorrection,
     adjust,
-    corrected_times,
-    correction_terms,
+    correct_times,
     fitted_times,
+    make_correction_terms,
 )
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.reproducible import non_negative_least_squares, product
@@ -66,22 +66,22 @@ def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> CostModel:
     return adjust(costs, fitted=FittedTimes(corrections))
 
 
-def prediction_error(times: FittedTimes, actions: Sequence[MeasuredAction]) -> tuple[float, float]:
+def find_prediction_error(times: FittedTimes, actions: Sequence[MeasuredAction]) -> tuple[float, float]:
     """Return the relative errors, against the measured times, of the plans' predictions and of those by `times`."""
     measured_ns = sum(action.measured_ns for action in actions)
     before_ns = sum(abs(action.predicted_ns - action.measured_ns) for action in actions)
     after_ns = 0.0
     for action in actions:
-        terms = correction_terms(np.array([action.base_ns]), np.array([action.tokens]), np.array([action.squares]))
+        terms = make_correction_terms(np.array([action.base_ns]), np.array([action.tokens]), np.array([action.squares]))
         stage, kind = times.corrections[action.stage], np.array([action.recompute])
-        after_ns += abs(float(corrected_times(stage, action.letter, terms, kind)[0]) - action.measured_ns)
+        after_ns += abs(float(correct_times(stage, action.letter, terms, kind)[0]) - action.measured_ns)
     return before_ns / measured_ns, after_ns / measured_ns
 
 
 def _fit(actions: Sequence[MeasuredAction]) -> TimeCorrection:
     """Fit with least relative errors: only a factor, unless overhead, tokens and squares explain much of the rest."""
     columns = np.array([(a.base_ns, a.tokens, a.squares) for a in actions], np.int64).T
-    terms, measured = correction_terms(*columns), np.array([a.measured_ns for a in actions], np.float64)
+    terms, measured = make_correction_terms(*columns), np.array([a.measured_ns for a in actions], np.float64)
     factor = np.append(non_negative_least_squares(terms[:, :1], measured), [0.0, 0.0, 0.0])
     full = non_negative_least_squares(terms, measured)
     errors = [float(np.abs(product(terms, fit) - measured).sum()) for fit in (factor, full)]

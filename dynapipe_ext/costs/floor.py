@@ -91,7 +91,7 @@ class PointTable:
 
         def extend(values: FloatArray, axis: int) -> FloatArray:
             never = np.full_like(values.take([0], axis), NEVER_NS)
-            return least_from_on(np.concatenate([values, never], axis), axis)
+            return accumulate_minimum(np.concatenate([values, never], axis), axis)
 
         some, longer = values[numbers], extend(values[numbers], 1)
         return cls(some, np.array(numbers), ((some, extend(some, 2)), (longer, extend(longer, 2))))
@@ -165,6 +165,6 @@ class TablePoints:
 Floor = GrowingTimes | TablePoints
 
 
-def least_from_on(values: FloatArray, axis: int) -> FloatArray:
+def accumulate_minimum(values: FloatArray, axis: int) -> FloatArray:
     """Return the least value from each index on along an axis."""
     return np.flip(np.minimum.accumulate(np.flip(values, axis), axis=axis), axis)

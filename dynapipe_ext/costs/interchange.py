@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.costs.adjustments import ADJUSTMENTS, adjust, adjustment_from_json
+from dynapipe_ext.costs.adjustments import ADJUSTMENTS, adjust, read_adjustment
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel, MicroBatchPricer, UserCosts, as_cost_model
 from dynapipe_ext.costs.table import CostTable
@@ -40,7 +40,7 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
             base = raw.get("base")
             if not isinstance(base, Mapping) or base.get("kind") in ADJUSTMENTS[ADJUSTMENTS.index(kind) :]:
                 raise DataError(f"{kind} costs have the base {short(base)}, not a cost model: write them again")
-            return adjust(cost_model_from_json(base), **adjustment_from_json(raw))
+            return adjust(cost_model_from_json(base), **read_adjustment(raw))
         case _:
             return _prices_from_json(raw)
 

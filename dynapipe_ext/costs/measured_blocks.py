@@ -58,8 +58,8 @@ class BlockTimes:
         """Return the fitted exchanges and overhead of a group of `width` ranks."""
         tax = self.slice_s / (self.whole_s / width) - 1
         return MeasuredBlock(
-            even=fitted_link(self.even_s),
-            gathered=fitted_link(self.gathered_s),
+            even=fit_link(self.even_s),
+            gathered=fit_link(self.gathered_s),
             tax=round(min(max(0.0, tax), _MOST_TAX), 4),
         )
 
@@ -87,10 +87,10 @@ class BlockTimes:
         return cls(whole_s=float(raw["whole_s"]), slice_s=float(raw["slice_s"]), **times)
 
 
-def fitted_link(seconds: Mapping[int, float]) -> Link:
+def fit_link(seconds: Mapping[int, float]) -> Link:
     """Fit latency and bytes/s with least relative errors to the seconds of exchanges by their bytes.
 
-    >>> fitted_link({1000: 2e-6, 10**6: 1.001e-3})
+    >>> fit_link({1000: 2e-6, 10**6: 1.001e-3})
     Link(latency_ns=1000, bytes_per_s=1000000000)
     """
     sizes, ns = np.array(list(seconds), np.float64), 1e9 * np.array(list(seconds.values()))
@@ -98,7 +98,7 @@ def fitted_link(seconds: Mapping[int, float]) -> Link:
     return Link(round(latency_ns), max(1, min(_FASTEST, round(1e9 / ns_per_byte) if ns_per_byte else _FASTEST)))
 
 
-def blocks_in_words(blocks: Mapping[int, BlockTimes]) -> list[str]:
+def describe_blocks(blocks: Mapping[int, BlockTimes]) -> list[str]:
     """Return a line per context-parallel degree."""
     lines = []
     for width, times in sorted(blocks.items()):

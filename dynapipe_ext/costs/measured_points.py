@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import Recompute, recompute_of_layers
-from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints, least_from_on
+from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints, accumulate_minimum
 from dynapipe_ext.costs.grid import FloatArray
 from dynapipe_ext.costs.layers import COLUMNS, HALVES, LayerKind
 from dynapipe_ext.costs.model import ShapePricer
@@ -103,5 +103,5 @@ def _list_running_bytes(
 def _make_growing(tables: list[FloatArray]) -> FloatArray:
     """Return the largest tables that are nowhere above these (T, R, E, D) and grow with rows and lengths, joined."""
     for axis in (1, 2, 3):
-        tables = [least_from_on(values, axis) for values in tables]
+        tables = [accumulate_minimum(values, axis) for values in tables]
     return np.concatenate(tables, axis=1)

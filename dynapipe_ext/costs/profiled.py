@@ -34,9 +34,9 @@ from dynapipe_ext.costs.surface import (
     MeasuredShape,
     ModelPart,
     Surface,
-    left_out_errors,
-    next_shape,
-    seen_by,
+    choose_next_shape,
+    compute_left_out_errors,
+    project_shape,
 )
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, short
@@ -59,7 +59,7 @@ _PER_DOUBLING = 4  # points of the written table: a multilinear cell then misses
 class MeasureShape(Protocol):
     """Measures one layer or the head, for one micro-batch; None if it does not fit. With `bytes_only` times are 0.
 
-    Of a pair's two lengths a part reads what `seen_by` says.
+    Of a pair's two lengths a part reads what `project_shape` says.
     """
 
     def __call__(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None: ...
@@ -236,7 +236,7 @@ class Profile:
     ) -> None:
         """Measure a shape as `kinds` (all, if empty) that are missing. If a shape did not fit, no larger one does."""
         for kind in kinds or self.kinds(within):
-            points, own = self.points.setdefault(kind, {}), seen_by(kind[0], shape)
+            points, own = self.points.setdefault(kind, {}), project_shape(kind[0], shape)
             if own not in points and (kind != _SLICED or _tokens(own) > HEAD_SLICE):
                 too_large = any(m is None and _is_within(s, own) for s, m in points.items())
                 points[own] = None if too_large else measure(kind[0], _micro_batch(shape, kind[1]))
@@ -249,7 +249,7 @@ class Profile:
         shapes: dict[MeasuredShape, MeasuredShape] = {}
         for shape in within.grid(_PER_DOUBLING, _PER_DOUBLING):
             if shape[0] * shape[-1] > HEAD_SLICE:
-                shapes.setdefault(seen_by("head", shape), shape)
+                shapes.setdefault(project_shape("head", shape), shape)
         self.points.setdefault(_SLICED, {})
         for own in _spread_over(sorted(shapes, key=_tokens), 0 if self.slices_head else _FEWEST):
             if own not in self.points[_SLICED] and in_time(shapes[own]):
@@ -258,7 +258,7 @@ class Profile:
     def fitting(self, within: ProfileRange) -> list[MeasuredShape]:
         """Return the shapes that fit with the recomputation mode that keeps most, and in the head."""
         measured = {part: self.measured(part, within.kept_most(part)) for part in within.parts}
-        return [s for s in self.shapes() if all(seen_by(part, s) in own for part, own in measured.items())]
+        return [s for s in self.shapes() if all(project_shape(part, s) in own for part, own in measured.items())]
 
     def pack(self, measure: MeasureShape, within: ProfileRange) -> None:
         """Measure what layers keep of packed rows. Keep nothing if hardly any fit."""
@@ -304,9 +304,9 @@ class Profile:
         for part in within.parts:
             measured = self.measured(part, within.kept_most(part))
             for name in _TIMES:
-                errors = left_out_errors({s: getattr(m, name) for s, m in measured.items()}, part)
+                errors = compute_left_out_errors({s: getattr(m, name) for s, m in measured.items()}, part)
                 for shape in visited:
-                    if (own := seen_by(part, shape)) in errors:
+                    if (own := project_shape(part, shape)) in errors:
                         worst[shape] = max(worst.get(shape, 0.0), errors[own])
         return worst
 
@@ -384,9 +384,9 @@ def choose_and_measure(
         if not go_on(profile) or done or len(profile.shapes()) >= most_shapes:
             break
         unknown = [s for s in within.candidates() if s not in profile.shapes()]
-        chosen = next_shape(errors, unknown)
+        chosen = choose_next_shape(errors, unknown)
         if chosen is not None and not in_time(chosen):
-            chosen = next_shape(errors, [s for s in unknown if in_time(s)])
+            chosen = choose_next_shape(errors, [s for s in unknown if in_time(s)])
         if chosen is None:
             break
         profile.visit(chosen, measure, within)
@@ -427,7 +427,7 @@ def _measure_first(
         )
 
 
-def cost_table(
+def make_cost_table(
     profile: Profile,
     within: ProfileRange,
     architecture: Architecture,
@@ -449,7 +449,7 @@ def cost_table(
             grids[recompute, _LAYER_KINDS[part]] = Grid.from_points(_columns(profile, (part, recompute), within))
         grids[recompute, "postprocess"] = head_grid
     if profile.slices_head:
-        grids[SLICED_HEAD] = _sliced_grid(head, _columns(profile, _SLICED, within))
+        grids[SLICED_HEAD] = _make_chunked_grid(head, _columns(profile, _SLICED, within))
     whole, optimizer = 1 + 4 / value_bytes, 8 / value_bytes  # gradients and Adam's moments are fp32
     optimizer += 4 / value_bytes if value_bytes < 4 else 0  # and a master copy of 16-bit weights
     kept_values = 2 * a.kv_size_on(tp)
@@ -459,7 +459,7 @@ def cost_table(
         surcharges[kind] = PieceSurcharge.fit(cut, kept_values, value_bytes)
     return CostTable(
         grids=grids,
-        parameter_bytes={name: float(count * value_bytes) for name, count in parameter_counts(a, tp).items()},
+        parameter_bytes={name: float(count * value_bytes) for name, count in count_named_parameters(a, tp).items()},
         once_bytes=once_bytes(a, value_bytes, shards=within.multiple),
         hidden_size=a.hidden_size,
         num_layers=a.num_layers,
@@ -474,7 +474,7 @@ def cost_table(
     )
 
 
-def parameter_counts(a: Architecture, tp: int) -> dict[str, int]:
+def count_named_parameters(a: Architecture, tp: int) -> dict[str, int]:
     """Count parameters on one tensor-parallel rank, under the names that `count_parameters_by_stage` knows."""
     is_pair = int(a.num_decoder_layers > 0)
 
@@ -511,7 +511,7 @@ _Columns = Mapping[str, Mapping[tuple[int, ...], float]]  # by name, of every sh
 def _columns(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRange) -> _Columns:
     measured = profile.measured(*kind)
     missing = [s for s, m in profile.points[kind].items() if m is None]
-    seen = dict.fromkeys(seen_by(kind[0], shape) for shape in within.grid(_PER_DOUBLING, _PER_DOUBLING))
+    seen = dict.fromkeys(project_shape(kind[0], shape) for shape in within.grid(_PER_DOUBLING, _PER_DOUBLING))
     fits = [s for s in seen if not any(_is_within(m, s) for m in missing)]
     places = np.array(fits, np.float64)
 
@@ -526,7 +526,7 @@ def _columns(profile: Profile, kind: tuple[ModelPart, Recompute], within: Profil
     return columns
 
 
-def _sliced_grid(whole: _Columns, sliced: _Columns) -> Grid:
+def _make_chunked_grid(whole: _Columns, sliced: _Columns) -> Grid:
     """Make the grid of a chunked head: as measured for more than one slice, else as the unsplit one, as it then runs.
 
     Between the longest shape of one slice and the next one it is a mixture of both, whose bytes are too many. So it is

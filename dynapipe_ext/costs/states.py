@@ -26,11 +26,7 @@ BYTES_PER_PARAMETER: Mapping[StateRecipe, tuple[int, int, int]] = {
     "megatron": (2, 4, 12),  # gradients accumulate in fp32: 18 in all
     "mixed": (2, 2, 12),  # 16 in all (Rajbhandari et al. 2020, sec. 3.1)
     "fp32": (4, 4, 8),
-    "deepspeed": (
-        2,
-        2,
-        16,
-    ),  # "mixed" and an fp32 copy of the gradients in addition to the master, as its estimators count
+    "deepspeed": (2, 2, 16),  # "mixed" with an fp32 copy of the gradients too, as its estimators count
 }
 EXACT_SUM_BYTES = 8  # of a parameter's sum of gradients in fixed point, which every replica holds whole
 
@@ -224,7 +220,10 @@ def _count_layers(a: Architecture, topology: Topology, ep: int) -> tuple[IntArra
     stages = topology.stage_layers
     halves = ([s.attention for s in stages], [s.mlp for s in stages], [s.held for s in stages])
     for (kind, attentions), (_, mlps), (_, held) in zip(*(kinds_of_ranges(a, of) for of in halves), strict=True):
-        attention, (mlp, routed) = _attention_parameters(kind, topology.tp), _mlp_parameters(kind, topology.tp, ep)
+        attention, (mlp, routed) = (
+            _count_attention_parameters(kind, topology.tp),
+            _count_mlp_parameters(kind, topology.tp, ep),
+        )
         common += attention * np.array(attentions) + mlp * np.array(mlps)
         experts += routed * np.array(mlps)
         unit = attention + mlp + (routed if topology.dp > ep else 0)
@@ -239,7 +238,7 @@ def _count_layers(a: Architecture, topology: Topology, ep: int) -> tuple[IntArra
     return common, experts, largest_unit
 
 
-def _attention_parameters(a: Architecture, tp: int) -> int:
+def _count_attention_parameters(a: Architecture, tp: int) -> int:
     """Count the parameters on one rank of a layer's attention, with its half of the norms."""
     qk_norms = sum(a.qk_norm_sizes) // (tp if a.qk_norm_whole else 1)
     biases = int(a.qkv_bias) * (a.query_size + 2 * a.kv_size) // tp + int(a.attention_output_bias) * a.hidden_size
@@ -247,7 +246,7 @@ def _attention_parameters(a: Architecture, tp: int) -> int:
     return a.norm_parameters // 2 + qk_norms + a.attention_parameters // tp + biases + sinks
 
 
-def _mlp_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
+def _count_mlp_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
     """Count the parameters on one rank of a layer's MLP, with its half of the norms: common ones, and experts'."""
     h, norms = a.hidden_size, a.norm_parameters // 2
     mlp = a.mlp_parameters // tp + int(a.mlp_bias) * (a.fc1_size // tp + h)

@@ -38,10 +38,10 @@ class Measured:
 QUANTITIES = tuple(f.name for f in fields(Measured))
 
 
-def seen_by(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
+def project_shape(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
     """Return what the costs of a part depend on in a shape.
 
-    >>> [seen_by(part, (4, 96, 16)) for part in ("encoder", "decoder", "head")]
+    >>> [project_shape(part, (4, 96, 16)) for part in ("encoder", "decoder", "head")]
     [(4, 96), (4, 96, 16), (4, 16)]
     """
     if part == "head":
@@ -74,7 +74,7 @@ class Surface:
             raise DataError(f"{len(measured)} shapes were measured but a cost surface needs at least 2: measure more")
         shapes = np.array(sorted(measured), np.float64)
         values = np.array([measured[shape] for shape in sorted(measured)], np.float64)
-        points, terms = _doublings(shapes), _terms(part, shapes)
+        points, terms = _to_doublings(shapes), _terms(part, shapes)
         if not values.any():
             return cls(part, np.zeros(terms.shape[1]), points, np.zeros(len(points)))
         if not (np.isfinite(values) & (values > 0)).all():
@@ -82,14 +82,14 @@ class Surface:
         coefficients = non_negative_least_squares(terms, values)
         deviation = log(values / product(terms, coefficients))
         spread = max(float(np.mean(deviation**2)), 1e-12)
-        kernel = spread * _likeness(points, points) + noise**2 * np.eye(len(points))
+        kernel = spread * _compute_likeness(points, points) + noise**2 * np.eye(len(points))
         weights = spread * solve(kernel, deviation)
         return cls(part, coefficients, points, weights)
 
     def __call__(self, shapes: FloatArray) -> FloatArray:
         """Return values (M,) at shapes (M, 2 or 3)."""
         shapes = np.asarray(shapes, np.float64).reshape(-1, self.points.shape[1])
-        correction = exp(product(_likeness(_doublings(shapes), self.points), self.weights))
+        correction = exp(product(_compute_likeness(_to_doublings(shapes), self.points), self.weights))
         return product(_terms(self.part, shapes), self.coefficients) * correction
 
 
@@ -107,16 +107,18 @@ def _terms(part: ModelPart, shapes: FloatArray) -> FloatArray:
     return np.stack(terms, axis=1)
 
 
-def _doublings(shapes: FloatArray) -> FloatArray:
+def _to_doublings(shapes: FloatArray) -> FloatArray:
     return log(shapes) / math.log(2.0)
 
 
-def _likeness(left: FloatArray, right: FloatArray) -> FloatArray:
+def _compute_likeness(left: FloatArray, right: FloatArray) -> FloatArray:
     squared = ((left[:, None, :] - right[None, :, :]) ** 2).sum(axis=2)
     return exp(-0.5 * squared / _REACH**2)
 
 
-def left_out_errors(measured: Mapping[MeasuredShape, float], part: ModelPart = "layer") -> dict[MeasuredShape, float]:
+def compute_left_out_errors(
+    measured: Mapping[MeasuredShape, float], part: ModelPart = "layer"
+) -> dict[MeasuredShape, float]:
     """Return |predicted - measured| / measured of every shape, by a surface that has not seen it."""
     errors = {}
     for shape, value in measured.items():
@@ -126,14 +128,16 @@ def left_out_errors(measured: Mapping[MeasuredShape, float], part: ModelPart = "
     return errors
 
 
-def next_shape(errors: Mapping[MeasuredShape, float], candidates: Sequence[MeasuredShape]) -> MeasuredShape | None:
+def choose_next_shape(
+    errors: Mapping[MeasuredShape, float], candidates: Sequence[MeasuredShape]
+) -> MeasuredShape | None:
     """Return the most uncertain candidate: far from the measured shapes, near those with large `errors`."""
     open_shapes = [shape for shape in candidates if shape not in errors]
     if not open_shapes:
         return None
-    points, places = (_doublings(np.array(s, np.float64)) for s in ([*errors], open_shapes))
-    kernel = _likeness(points, points) + 1e-3 * np.eye(len(points))
-    across = _likeness(places, points)
+    points, places = (_to_doublings(np.array(s, np.float64)) for s in ([*errors], open_shapes))
+    kernel = _compute_likeness(points, points) + 1e-3 * np.eye(len(points))
+    across = _compute_likeness(places, points)
     unknown = 1.0 - (across.T * solve(kernel, across.T)).sum(axis=0)
     error = np.array([*errors.values()]) + 1e-3
     nearby = product(across, error) / np.maximum(across.sum(axis=1), 1e-9)

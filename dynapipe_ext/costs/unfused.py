@@ -72,7 +72,7 @@ class PlainLayers:
         working = np.maximum(np.maximum(of_layer, of_head), np.maximum(of_embedding, 0))
         if pieces is None:
             return keep_input_bytes(recompute == "stage", stored, working, transfer_bytes)
-        stored = stored - layers * ~is_full * self._spared_bytes(pieces.own, recompute == "selective")
+        stored = stored - layers * ~is_full * self._count_spared_bytes(pieces.own, recompute == "selective")
         stored, working = keep_input_bytes(recompute == "stage", stored, working, transfer_bytes)
         a_position = 2 * a.kv_size_on(self.tp)  # values that pieces keep for one another; a running one has gradients
         stored = stored + layers * (a_position * pieces.kept_bytes(v))
@@ -115,7 +115,7 @@ class PlainLayers:
         attended = 3 * query if a.num_query_groups < a.num_heads else query + 2 * kv + turned
         return attended + query * (2 if self.packed else 1)
 
-    def _spared_bytes(self, own: IntArray, is_selective: BoolArray) -> IntArray:
+    def _count_spared_bytes(self, own: IntArray, is_selective: BoolArray) -> IntArray:
         """Count what a layer saves on a piece's own positions, whose keys and values are in buffers. It only keeps
         their queries and outputs, as the softmax is computed again; if attention is recomputed, its inputs too.
         """

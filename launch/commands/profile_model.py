@@ -32,11 +32,11 @@ from dynapipe_ext.batch.micro_batches import (
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.codec import to_json
-from dynapipe_ext.costs.measured_blocks import blocks_in_words
+from dynapipe_ext.costs.measured_blocks import describe_blocks
 from dynapipe_ext.costs.measuring_time import MeasuringTime
 from dynapipe_ext.costs.model import fingerprint, no_width
 from dynapipe_ext.costs.pieces import MeasuredPieces
-from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, make_cost_table
 from dynapipe_ext.costs.surface import Measured, MeasuredShape, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.durable_files import open_kept
@@ -294,7 +294,7 @@ def _measure(job: _Job, env: RankEnv) -> int:
         clock = "CPU seconds" if device.type == "cpu" else "seconds"
         provenance = job.provenance(device_name) | {"clock": clock, "measured": profile.to_json()}
         provenance |= {"exchanges": profile.blocks_to_json()} if profile.blocks else {}
-        table = cost_table(
+        table = make_cost_table(
             profile,
             job.within,
             job.model.padded(),
@@ -314,7 +314,7 @@ def _measure(job: _Job, env: RankEnv) -> int:
     summary["held_out_error"] = {group: one.to_json() for group, one in errors.items()}
     summary |= {"blocks": to_json(table.blocks)} if table.blocks else {}
     line = f"{args.out}: {counted(num_shapes, 'shape')} measured in {took_s:.0f} s on {device_name}"
-    deliver(args.json, summary, errors_table(errors), *blocks_in_words(profile.blocks), line)
+    deliver(args.json, summary, errors_table(errors), *describe_blocks(profile.blocks), line)
     return 0
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from dynapipe_ext.batch.micro_batches import LengthArray, find_pieces, sample_lengths
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.adapters import share_of_adapters
+from dynapipe_ext.costs.adapters import find_adapter_share
 from dynapipe_ext.costs.interchange import run_costs_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import DynaPipeError, in_one_line
@@ -81,7 +81,7 @@ def run_facts(job: SettledJob, store: StoreInfo, *, device: str, device_bytes: i
     config, topology = job.config, job.topology
     model = asdict(config.model) | {"vocab_size": job.data.whole.vocab_size}
     if config.lora.enabled and config.model.described is not None:
-        model["trained_share"] = share_of_adapters(config.lora, config.model.described)
+        model["trained_share"] = find_adapter_share(config.lora, config.model.described)
     return RunFacts(
         topology=topology,
         device=device if device != "cpu" else f"cpu ({platform.machine()}, {counted(num_cores, 'core')})",

@@ -29,7 +29,7 @@ from plans import placed, planner_of
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, place_stages
-from dynapipe_ext.costs.adjustments import FrozenWeights, adjust, times_by_letter
+from dynapipe_ext.costs.adjustments import FrozenWeights, adjust, list_times
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.features import count_positions
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times
@@ -187,7 +187,7 @@ def fitted_actions(costs: CostModel, num_stages: int) -> list[MeasuredAction]:
     priced = costs.evaluate(micro_batches := [MicroBatch((sample,), "padded") for sample in samples])
     found = []
     for stage in range(num_stages):
-        for letter, times in times_by_letter(priced).items():
+        for letter, times in list_times(priced).items():
             for m, one in enumerate(micro_batches):
                 tokens, squares = count_positions(one)
                 base_ns = int(times[stage, m])

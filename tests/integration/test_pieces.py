@@ -24,7 +24,7 @@ import torch.distributed as dist
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
-from dynapipe_ext.costs.estimated import Strategy, estimated_costs
+from dynapipe_ext.costs.estimated import Strategy, estimate_costs
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.drop_in.forward_step import ForwardStepStage, LoopStep, MicroBatchShapes
@@ -345,7 +345,7 @@ def test_pieces_hold_what_is_predicted_of_unfused_layers(alone, recompute, num_p
     ]
     shape, cpu = replace(GQA.shape, max_seq_len=LONG, family="llama"), Cluster.of(DEVICES["cpu"], gpus_per_node=1)
     strategy = Strategy(topology=ONE)
-    costs = estimated_costs(shape, cpu, strategy, precision="fp32", recipe="fp32", layout="packed").evaluate(rows)
+    costs = estimate_costs(shape, cpu, strategy, precision="fp32", recipe="fp32", layout="packed").evaluate(rows)
     held = alone.held[recompute][num_pieces == 16]
     sums = KEYS_BYTES * (num_pieces - 1) // num_pieces
     stored = costs.stored_bytes[0]

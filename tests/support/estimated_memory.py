@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
-from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
+from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimate_costs
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.chunk_runner import StoredBytes
 from dynapipe_ext.executor.stages.megatron.model import (
@@ -75,7 +75,7 @@ class Case:
             topology=self.topology, zero_stage=self.zero_stage, sequence_parallel=self.sequence_parallel
         )
         precision = "fp32" if self.dtype == "float32" else "bf16"
-        return estimated_costs(
+        return estimate_costs(
             self.architecture,
             Cluster.of(DEVICES["cpu"], gpus_per_node=self.topology.world_size),
             strategy,

@@ -11,8 +11,8 @@ from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.batching.inference.memory_training import fit_phases
 from dynapipe_ext.batching.sampling.samplers import quadratic_coefficients
-from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
-from dynapipe_ext.costs.surface import Measured, ModelPart, left_out_errors
+from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, make_cost_table
+from dynapipe_ext.costs.surface import Measured, ModelPart, compute_left_out_errors
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
 
@@ -44,14 +44,14 @@ def found() -> dict[str, object]:
     within = ProfileRange(min_len=16, max_len=512, max_tokens=4096)
     profile = Profile()
     choose_and_measure(profile, measure, within, error_target=0.0, most_shapes=14, go_on=lambda _profile: True)
-    table = cost_table(profile, within, SHAPE, value_bytes=4)
+    table = make_cost_table(profile, within, SHAPE, value_bytes=4)
     points = {(r, n): 1e-6 * r * n for r, n in [(1, 16), (1, 128), (8, 16), (8, 128), (4, 64)]}
     random = np.random.default_rng(0)
     lengths = random.integers(16, 500, 60).tolist()
     plan = Planner(Topology(pp=2), table.with_topology(Topology(pp=2))[0], memory_limit_bytes=1e9, seed=0).plan(lengths)
     return {
         "errors of shapes": [(shape, error) for shape, error in profile.errors(within).items()],
-        "surface of the simplest fit": list(left_out_errors(points).values()),
+        "surface of the simplest fit": list(compute_left_out_errors(points).values()),
         "table": table.to_json(),
         "coefficients": quadratic_coefficients(table, [16, 100, 300, 512]),
         "plan": repr(plan),

@@ -18,11 +18,11 @@ from dynapipe_ext.costs.adjustments import (
     TimeCorrection,
     adjust,
     fitted_times,
-    times_by_letter,
+    list_times,
 )
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.features import count_positions
-from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_error
+from dynapipe_ext.costs.fitting import MeasuredAction, find_prediction_error, fit_times
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostCapabilities, CostModel
@@ -55,7 +55,7 @@ def measured(
 ) -> list[MeasuredAction]:
     """What a step of `micro_batches`, planned with `costs`, has taken where `right` is the truth."""
     base = adjust(costs, fitted=None)
-    tables = [times_by_letter(model.evaluate(micro_batches)) for model in (base, costs, right)]
+    tables = [list_times(model.evaluate(micro_batches)) for model in (base, costs, right)]
     draw = np.random.default_rng(1)
     return [
         MeasuredAction(
@@ -101,7 +101,7 @@ def test_costs_are_fitted_where_they_are_far_off_and_the_fit_is_much_closer_and_
     assert isinstance(again, AdjustedCosts)
     assert again.fitted
     assert again.prices is wrong  # a fit of a fit would keep the errors of both
-    assert prediction_error(again.fitted, measured(again, RIGHT, batches(4), letters="FB"))[0] < 1e-3
+    assert find_prediction_error(again.fitted, measured(again, RIGHT, batches(4), letters="FB"))[0] < 1e-3
     doubled = replace(RIGHT, ns_per_token=1_100)  # nearly right
     assert fitted_costs(measured(doubled, RIGHT, seen, letters="FB"), doubled) is None
     assert fitted_costs([], wrong) is None

@@ -24,7 +24,7 @@ from dynapipe_ext.costs.pieces import (
     PieceSurcharges,
     SampleInPieces,
 )
-from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, make_cost_table
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
@@ -299,12 +299,12 @@ def test_a_profile_measures_pieces_as_far_as_they_fit_and_tells_their_error(room
     within, device, profile = ProfileRange(max_len=512, max_tokens=2048, recomputes=KINDS), Device(room), Profile()
     go_on = {"error_target": 0.05, "most_shapes": 8, "go_on": lambda _profile: True}
     choose_and_measure(profile, device.row, within, **go_on)
-    assert not cost_table(profile, within, _MODEL, value_bytes=4).facts.prices_pieces
+    assert not make_cost_table(profile, within, _MODEL, value_bytes=4).facts.prices_pieces
     done: list[None] = []
     profile.cut(device.row, device.pieces, within, lambda: done.append(None))
     assert len(done) == len(within.cut_samples) == 2 * len(KINDS)
     assert {one.size: len(one.starts) for one in profile.pieces["full"]} == counts
-    made = cost_table(profile, within, _MODEL, value_bytes=4)
+    made = make_cost_table(profile, within, _MODEL, value_bytes=4)
     assert made.pieces is not None
     assert made.pieces.kept_values == 64
     errors = errors_of_pieces(made, device.pieces, [within.sample_in_pieces(170, kind)[:3] for kind in KINDS])
@@ -312,7 +312,7 @@ def test_a_profile_measures_pieces_as_far_as_they_fit_and_tells_their_error(room
     assert errors.worst["stored_bytes"] < 0.001
     assert errors.worst["peak_bytes"] < 0.02
     profile.cut(device.row, Device(room=100).pieces, within, done.clear)
-    assert not cost_table(profile, within, _MODEL, value_bytes=4).facts.prices_pieces
+    assert not make_cost_table(profile, within, _MODEL, value_bytes=4).facts.prices_pieces
 
 
 HEADS = {"model": {"num_heads": 4, "num_query_groups": 2, "head_dim": 16}}

@@ -11,7 +11,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
-from dynapipe_ext.costs.estimated import Strategy, estimated_costs
+from dynapipe_ext.costs.estimated import Strategy, estimate_costs
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import CostTable
@@ -46,7 +46,7 @@ def measured() -> CostTable:
 def on_a_cluster(device: str) -> CostModel:
     strategy = Strategy(topology=Topology(tp=2, pp=4), sequence_parallel=True)
     cluster = Cluster.of(DEVICES[device], gpus_per_node=8)
-    return estimated_costs(LLAMA, cluster, strategy, precision="bf16", recipe="megatron")
+    return estimate_costs(LLAMA, cluster, strategy, precision="bf16", recipe="megatron")
 
 
 MODELS: dict[str, CostModel] = {

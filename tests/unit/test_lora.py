@@ -13,7 +13,7 @@ import transformers
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology, place_stages
-from dynapipe_ext.costs.adapters import share_of_adapters
+from dynapipe_ext.costs.adapters import find_adapter_share
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -167,7 +167,7 @@ def test_flops_of_a_run_leave_out_the_gradients_of_frozen_weights(tmp_path: Path
     config = settings("llama", tmp_path, r=2)
     described = config.model.described
     assert described is not None
-    share = share_of_adapters(config.lora, described)
+    share = find_adapter_share(config.lora, described)
     weights = 4 * (described.attention_parameters + described.mlp_parameters) + 61 * 16
     assert share == pytest.approx(4 * config.lora.num_weights_a_block / weights)
     work = work_of([MicroBatch((SampleLength(0, 24),), recompute="full")])

@@ -17,7 +17,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.links import Link
-from dynapipe_ext.costs.measured_blocks import BlockTimes, MeasuredBlock, fitted_link
+from dynapipe_ext.costs.measured_blocks import BlockTimes, MeasuredBlock, fit_link
 from dynapipe_ext.costs.measuring_time import MeasuringTime
 from dynapipe_ext.costs.pieces import PairGrowth, PieceSurcharge, PieceSurcharges
 from dynapipe_ext.costs.profiled import Profile
@@ -55,7 +55,7 @@ def table(**changes: Any) -> CostTable:
 @given(st.integers(0, 10**6), st.floats(1e6, 1e12), st.integers(2, 9))
 def test_a_link_is_found_again_in_what_exchanges_over_it_take(latency_ns: int, bytes_per_s: float, count: int) -> None:
     seconds = {4096 * 4**i: latency_ns * 1e-9 + 4096 * 4**i / bytes_per_s for i in range(count)}
-    link = fitted_link(seconds)
+    link = fit_link(seconds)
     for num_bytes, took_s in seconds.items():
         assert link.latency_ns * 1e-9 + num_bytes / link.bytes_per_s == pytest.approx(took_s, rel=1e-3, abs=1e-9)
 

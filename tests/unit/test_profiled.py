@@ -23,9 +23,9 @@ from dynapipe_ext.batch.micro_batches import (
 )
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.layers import SLICED_HEAD
-from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, make_cost_table
 from dynapipe_ext.costs.states import count_parameters
-from dynapipe_ext.costs.surface import Measured, ModelPart, Surface, left_out_errors, next_shape
+from dynapipe_ext.costs.surface import Measured, ModelPart, Surface, choose_next_shape, compute_left_out_errors
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.models.architecture import Architecture
@@ -140,17 +140,17 @@ def test_a_quantity_that_is_zero_stays_zero() -> None:
 def test_the_next_shape_is_far_from_the_known_and_near_the_badly_predicted() -> None:
     known = [(1, 16), (1, 512), (64, 16)]
     even = dict.fromkeys(known, 0.0)
-    assert next_shape(even, [(1, 17), (8, 512), (60, 16)]) == (8, 512)
+    assert choose_next_shape(even, [(1, 17), (8, 512), (60, 16)]) == (8, 512)
     errors = {(1, 16): 0.0, (1, 512): 0.5, (64, 16): 0.0}
-    assert next_shape(errors, [(2, 128), (16, 32)]) == (2, 128)
-    assert next_shape(even, known) is None
+    assert choose_next_shape(errors, [(2, 128), (16, 32)]) == (2, 128)
+    assert choose_next_shape(even, known) is None
 
 
 def test_left_out_errors_see_what_a_fit_hides() -> None:
     points = {(r, n): 1e-6 * r * n for r, n in [(1, 16), (1, 128), (8, 16), (8, 128), (4, 64)]}
-    assert max(left_out_errors(points).values()) < 1e-6
+    assert max(compute_left_out_errors(points).values()) < 1e-6
     points[4, 64] *= 1.5
-    errors = left_out_errors(points)
+    errors = compute_left_out_errors(points)
     assert errors[4, 64] == pytest.approx(1 / 3, rel=0.1)
     fitted = Surface.fit(points)(np.array([(4, 64)], np.float64))[0]
     assert abs(fitted / points[4, 64] - 1) < 0.05
@@ -160,7 +160,7 @@ def test_few_shapes_are_enough_for_the_target() -> None:
     device = Device()
     profile = measured(device)
     assert len(profile.shapes()) <= 24
-    table = cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
+    table = make_cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
     within = ProfileRange(min_len=16, max_len=512, max_tokens=2048)
     shapes = within.held_out(40, seed=3)
     kinds: list[Recompute] = ["none", "selective", "full"]
@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_neither_asked_again_nor_priced() -> None:
     profile = measured(device)
     refused = [s for s, m in profile.points["layer", "none"].items() if m is None]
     assert refused
-    table = cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
+    table = make_cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
     table.evaluate([padded(1, 100), padded(8, 64)])
     for rows, length in refused:
         with pytest.raises(PlanError):
@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_neither_asked_again_nor_priced() -> None:
     ],
 )
 def test_every_shape_that_was_asked_for_is_priced(within: ProfileRange) -> None:
-    table = cost_table(measured(Device(), within), within, _SHAPE, value_bytes=4)
+    table = make_cost_table(measured(Device(), within), within, _SHAPE, value_bytes=4)
     for shape in [(1, within.min_len), (1, within.max_len), *within.held_out(200, seed=5)]:
         table.evaluate([padded(*shape, within.recomputes[-1])])
 
@@ -220,7 +220,7 @@ def test_a_device_that_holds_little_is_measured_where_it_does() -> None:
 def test_a_deadline_that_is_over_leaves_enough_for_a_table() -> None:
     profile = measured(Device(), go_on=lambda _profile: False)
     assert len(profile.fitting(_RANGE)) <= 4
-    cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
+    make_cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
 
 
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
@@ -228,7 +228,9 @@ def test_packed_rows_hold_what_layers_were_measured_to_keep_of_them_and_no_less_
     kind: Recompute,
 ) -> None:
     """Also in front of a head, which keeps nothing more, and of rows far from those that were measured."""
-    table = CostTable.from_json(json.loads(json.dumps(cost_table(usual(), _RANGE, _SHAPE, value_bytes=4).to_json())))
+    table = CostTable.from_json(
+        json.loads(json.dumps(make_cost_table(usual(), _RANGE, _SHAPE, value_bytes=4).to_json()))
+    )
     assert not table.packed_bytes
     for lengths in ([16], [40, 17, 300], [16] * 30, [500, 400, 30]):
         samples = tuple(SampleLength(i, n) for i, n in enumerate(lengths))
@@ -243,7 +245,7 @@ def test_packed_rows_hold_what_layers_were_measured_to_keep_of_them_and_no_less_
 
 
 def test_bytes_of_packed_rows_that_no_layer_keeps_are_refused() -> None:
-    raw = cost_table(usual(), _RANGE, _SHAPE, value_bytes=4).to_json()
+    raw = make_cost_table(usual(), _RANGE, _SHAPE, value_bytes=4).to_json()
     for damage in ([1.0] * 5, [float("nan")] * 6, [-1.0] * 6):
         raw["packed_layers"][0]["stored_bytes"] = damage
         with pytest.raises(DataError, match="stored_bytes of packed rows are"):
@@ -251,7 +253,7 @@ def test_bytes_of_packed_rows_that_no_layer_keeps_are_refused() -> None:
 
 
 def test_heads_in_slices_are_priced_as_measured_and_whole_up_to_a_slice() -> None:
-    table = cost_table(usual(), _RANGE, _SHAPE, value_bytes=4)
+    table = make_cost_table(usual(), _RANGE, _SHAPE, value_bytes=4)
     assert table.facts.slices_head
     read = CostTable.from_json(json.loads(json.dumps(table.to_json())))
     assert read.fingerprint() == table.fingerprint()
@@ -277,7 +279,7 @@ def test_heads_in_slices_are_priced_as_measured_and_whole_up_to_a_slice() -> Non
 
 def test_without_shapes_of_several_slices_there_is_no_price_for_them() -> None:
     within = replace(_RANGE, max_tokens=HEAD_SLICE // 2)
-    table = cost_table(measured(Device(), within), within, _SHAPE, value_bytes=4)
+    table = make_cost_table(measured(Device(), within), within, _SHAPE, value_bytes=4)
     assert not table.facts.slices_head
     with pytest.raises(PlanError, match=r"with recompute 'head': the cost table has only none, selective, full"):
         table.evaluate([padded(1, 100, "head")])
@@ -286,7 +288,7 @@ def test_without_shapes_of_several_slices_there_is_no_price_for_them() -> None:
 
 def test_plans_by_measured_costs_have_heads_in_slices_where_memory_is_short() -> None:
     within = replace(_RANGE, max_len=2048)
-    table = cost_table(measured(Device(), within), within, _SHAPE, value_bytes=4)
+    table = make_cost_table(measured(Device(), within), within, _SHAPE, value_bytes=4)
     whole = replace(table, grids={kind: grid for kind, grid in table.grids.items() if kind != SLICED_HEAD})
     both = table.evaluate([padded(1, 2000), padded(1, 2000, "head")])
     needs = both.static_bytes[0] + both.stored_bytes[0] + both.working_bytes[0]
@@ -361,7 +363,7 @@ def test_states_are_those_of_every_stage(value_bytes: int, tied: bool) -> None:
         norm="layernorm",
         bias=True,
     )
-    table = cost_table(usual(), _RANGE, shape, value_bytes=value_bytes)
+    table = make_cost_table(usual(), _RANGE, shape, value_bytes=value_bytes)
     for pp in (1, 2, 4):
         topology = Topology(pp=pp)
         expected = count_parameters(shape, topology).total * (18 if value_bytes == 2 else 16)
@@ -369,13 +371,13 @@ def test_states_are_those_of_every_stage(value_bytes: int, tied: bool) -> None:
 
 
 def test_a_distributed_optimizer_divides_its_states_over_replicas() -> None:
-    table = cost_table(usual(), _RANGE, _SHAPE, value_bytes=2, distributed_optimizer=True)
+    table = make_cost_table(usual(), _RANGE, _SHAPE, value_bytes=2, distributed_optimizer=True)
     parameters = count_parameters(_SHAPE, Topology()).total[0]
     assert table.with_topology(Topology(dp=4))[0].static_bytes().tolist() == [parameters * (6 + 12 // 4)]
 
 
 def test_the_table_says_w_the_heads_peak_and_wide_values() -> None:
-    table = cost_table(usual(), _RANGE, _SHAPE, value_bytes=4).with_topology(Topology(pp=2))[0]
+    table = make_cost_table(usual(), _RANGE, _SHAPE, value_bytes=4).with_topology(Topology(pp=2))[0]
     again = CostTable.from_json(json.loads(json.dumps(table.to_json())))
     assert again.fingerprint() == table.fingerprint()
     for recompute in ("none", "selective", "full"):

@@ -12,7 +12,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.layers import stage_layers
-from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, make_cost_table
 from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
@@ -100,7 +100,7 @@ def device() -> PairDevice:
 @pytest.fixture(scope="module")
 def table(device: PairDevice) -> CostTable:
     """Of 4 + 4 layers of fp32 on one stage."""
-    return cost_table(measured(device), RANGE, t5(), value_bytes=4)
+    return make_cost_table(measured(device), RANGE, t5(), value_bytes=4)
 
 
 def small(architecture: Architecture, value_bytes: int = 4, multiple: int = 1, **options: Any) -> CostTable:
@@ -109,7 +109,7 @@ def small(architecture: Architecture, value_bytes: int = 4, multiple: int = 1, *
         min_len=16, max_len=32, max_decoder_len=16, max_tokens=64, multiple=multiple, recomputes=("none",)
     )
     profile = measured(PairDevice(), within, most_shapes=6)
-    return cost_table(profile, within, architecture, value_bytes=value_bytes, **options)
+    return make_cost_table(profile, within, architecture, value_bytes=value_bytes, **options)
 
 
 def padded(rows: int, encoder: int, decoder: int, recompute: Recompute = "none") -> MicroBatch:
@@ -150,7 +150,7 @@ def test_a_part_is_measured_once_for_all_shapes_that_are_the_same_to_it(table: C
     ],
 )
 def test_every_pair_that_was_asked_for_is_priced(within: ProfileRange) -> None:
-    found = cost_table(measured(PairDevice(), within, most_shapes=8), within, t5(), value_bytes=4)
+    found = make_cost_table(measured(PairDevice(), within, most_shapes=8), within, t5(), value_bytes=4)
     corners = [(1, within.min_len, within.min_len), (1, within.max_len, within.max_decoder_len)]
     for shape in [*corners, *within.held_out(100, seed=5)]:
         found.evaluate([padded(*shape, within.recomputes[0])])
@@ -165,7 +165,7 @@ def test_pairs_that_do_not_fit_are_neither_asked_again_nor_priced() -> None:
     assert not any(
         a != b and all(x <= y for x, y in zip(a, b, strict=True)) for a in asked for b in asked[asked.index(a) :]
     )
-    found = cost_table(profile, within, t5(), value_bytes=4)
+    found = make_cost_table(profile, within, t5(), value_bytes=4)
     found.evaluate([padded(2, 200, 100)])
     for shape in refused:
         with pytest.raises(PlanError):

@@ -15,7 +15,7 @@ from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, Pieces, Recompu
 from dynapipe_ext.batch.topology import Offload, PlacementName, Topology, Vocabulary, list_cp_degrees, place_stages
 from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, split_vocabulary
 from dynapipe_ext.costs.cluster import Cluster, Precision
-from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
+from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimate_costs
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.states import StateRecipe
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -73,7 +73,7 @@ class Question:
 
     def costs(self, strategy: Strategy, layout: Layout) -> EstimatedCosts:
         a, recipe = self.architecture, self.states_recipe
-        return estimated_costs(a, self.cluster, strategy, precision=self.precision, recipe=recipe, layout=layout)
+        return estimate_costs(a, self.cluster, strategy, precision=self.precision, recipe=recipe, layout=layout)
 
 
 class Dropped:

@@ -13,7 +13,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
-from dynapipe_ext.costs.estimated import Strategy, estimated_costs
+from dynapipe_ext.costs.estimated import Strategy, estimate_costs
 from dynapipe_ext.costs.states import count_parameters, count_states
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.flops import Positions, forward_flops
@@ -177,7 +177,7 @@ def test_tensor_parallel_sums_cost_what_a_ring_takes():
 
     def forward_ns(link_bytes_per_s):
         strategy = Strategy(topology=Topology(tp=4))
-        costs = estimated_costs(
+        costs = estimate_costs(
             a, replace(cluster, intra_bytes_per_s=link_bytes_per_s), strategy, precision="bf16", recipe="megatron"
         )
         return int(costs.evaluate(batch).forward_ns[0, 0])
