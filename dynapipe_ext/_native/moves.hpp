@@ -14,9 +14,8 @@ struct Costs {
   std::vector<int> sample_of;                   // [item]: the sample that it is a piece of, or -1
 };
 
-enum Move { kSwap, kInsert, kPolicy, kRecompute, kGive, kExchange, kShift, kDivide, kApart };
+enum Move { kSwap, kInsert, kPolicy, kRecompute, kGive, kExchange, kShift, kDivide };
 constexpr i64 kMostWeight = 4;
-constexpr int kMostApart = 3;  // micro-batches between two pieces of a sample that is put elsewhere
 
 // A walk from state to state. A search prices the states, and says which cuts may be micro-batches.
 class Moves {
@@ -185,10 +184,6 @@ class Moves {
         theirs.insert(theirs.begin() + (are_ordered_ ? b % (theirs.size() + 1) : theirs.size()), given.begin(), given.end());
         return true;
       }
-      case kApart:
-        if (sample_of(mine[i]) < 0) return false;
-        place_apart(mine, unit(mine[i]), b >> 2, b % (kMostApart + 1));
-        return true;
       case kShift:
         return shift(mine[i], b);
       default:

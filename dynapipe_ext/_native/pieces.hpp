@@ -96,13 +96,4 @@ inline void put_in_place(std::vector<int>& group, std::size_t i, const std::vect
   group.insert(group.begin() + at, fresh.begin(), fresh.end());
 }
 
-// Puts the pieces of a sample at the `at`-th place among the others (counted round), with `between` others after each.
-inline void place_apart(std::vector<int>& group, const std::vector<int>& pieces, std::uint64_t at, std::size_t between) {
-  put_in_place(group, 0, pieces, {});
-  at %= group.size() + 1;
-  for (std::size_t k = 0; k < pieces.size(); ++k) {
-    group.insert(group.begin() + std::min<std::size_t>(at + k * (1 + between), group.size()), pieces[k]);
-  }
-}
-
 }  // namespace dynapipe

@@ -11,7 +11,7 @@
 namespace dynapipe {
 
 constexpr i64 kInfeasible = i64{1} << 50;
-constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2, 4};  // how often each is tried, of the sum of what there is to move
+constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2};  // how often each is tried, of the sum of what there is to move
 
 class Search : private Moves {
  public:
@@ -60,11 +60,10 @@ class Search : private Moves {
     start.floor = floor_of(start);
     const int replicas = static_cast<int>(start.groups.size());
     std::vector<int> types;
-    for (int type = kSwap; type <= kApart; ++type) {
+    for (int type = kSwap; type <= kDivide; ++type) {
       if (type == kRecompute && costs_.kinds == 1) continue;
       if ((type == kGive || type == kExchange) && replicas == 1) continue;
       if ((type == kShift || type == kDivide) && costs_.width == 1) continue;
-      if (type == kApart && costs_.sample_pieces.empty()) continue;
       types.insert(types.end(), kMoveShares[type], type);
     }
     begin(std::move(start), walk.seed + static_cast<std::uint64_t>(walk.begun), std::move(types));
