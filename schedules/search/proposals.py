@@ -182,7 +182,9 @@ class StepProblem:
             dp = min(self.topology.num_replicas, len(samples))
             price = self._price  # what is held changes what fits, not the rows that are tried
             rows = cache(partial(self._make_packings, samples, price))
-            tried = [partial(self._pack_rows, rows, price, in_flight, dp) for in_flight in held]
+            shortest, *longer = self._list_row_limits(samples)
+            tried = [partial(self._pack_rows, rows, price, in_flight, dp, [shortest]) for in_flight in held]
+            tried += [partial(self._pack_rows, rows, price, 1, dp, longer)] if longer else []
             packings = [parts for finalists in make_possible(tried) for parts in finalists]
             return [self._assign_parts(parts, samples, step, price) for parts in _drop_repeats(packings)]
         return [self._assign_parts(parts, samples, step) for parts in micro_batches]
@@ -321,22 +323,37 @@ class StepProblem:
                 columns.append(replace(column, forward_ns=never, backward_ns=never))
         return MicroBatchCosts.join(columns, like=like)
 
-    def _make_packings(self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute) -> RowPackings:
-        longest = max(max(s.encoder, s.decoder) for s in samples)
-        room = self.rules.max_tokens or max(4096, round_up(longest, self.rules.pad_multiple))
-        rule = RowPackingPolicy(max_tokens=room, pad_multiple=self.rules.pad_multiple, recompute=kind)
+    def _list_row_limits(self, samples: list[SampleLength]) -> list[int]:
+        """List how many positions packed rows may have. Without a limit from the user, longer rows, up to one for the
+        whole batch, are tried as well: they pay on devices whose actions have large overheads."""
+        longest, tokens = max(max(s.encoder, s.decoder) for s in samples), sum(s.tokens for s in samples)
+        limits = [self.rules.max_tokens or max(4096, round_up(longest, self.rules.pad_multiple))]
+        while not self.rules.max_tokens and self.cores is None and limits[-1] < tokens:
+            limits.append(2 * limits[-1])
+        return limits
+
+    def _make_packings(
+        self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute, limit: int
+    ) -> RowPackings:
+        rule = RowPackingPolicy(max_tokens=limit, pad_multiple=self.rules.pad_multiple, recompute=kind)
         return RowPackings.from_samples(samples, lambda rows: self.find_bottleneck(price(rows)), rule)
 
     def _pack_rows(
-        self, rows: Callable[[Recompute], RowPackings], price: MicroBatchPrice, min_in_flight: int, dp: int
+        self,
+        rows: Callable[[Recompute, int], RowPackings],
+        price: MicroBatchPrice,
+        min_in_flight: int,
+        dp: int,
+        limits: Sequence[int],
     ) -> list[tuple[MicroBatch, ...]]:
-        """List packings under the first kind of recomputation of which `min_in_flight` rows can be held."""
+        """List packings under the first kind of recomputation of which `min_in_flight` rows can be held: of rows within
+        the first limit, or within a later one as long as each is faster than the one before."""
 
         def evaluate(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
             return self.find_bottleneck(price(micro_batches), min_in_flight)
 
-        def pack(kind: Recompute) -> list[tuple[MicroBatch, ...]]:
-            finalists = rows(kind).list_finalists(
+        def list_finalists(kind: Recompute, limit: int) -> tuple[int, list[tuple[MicroBatch, ...]]]:
+            finalists = rows(kind, limit).list_finalists(
                 evaluate,
                 pp=self.depth,
                 dp=dp,
@@ -345,7 +362,18 @@ class StepProblem:
                 is_split=self.rules.is_split,
                 tries=max(1, min(MOST_TRIES, self.rules.effort // _MOVES_A_TRY)),
             )
-            return self._add_graded(finalists, rows(kind), evaluate, dp)
+            time_ns, _ = evaluate(finalists[0])
+            return int(time_ns.sum()) + dp * (self.depth - 1) * int(time_ns.max()), finalists
+
+        def pack(kind: Recompute) -> list[tuple[MicroBatch, ...]]:
+            best, best_limit = list_finalists(kind, limits[0]), limits[0]
+            for limit in limits[1:]:
+                with suppress(PlanError):
+                    if (longer := list_finalists(kind, limit))[0] < best[0]:
+                        best, best_limit = longer, limit
+                        continue
+                break
+            return self._add_graded(best[1], rows(kind, best_limit), evaluate, dp)
 
         return next(make_possible(partial(pack, kind) for kind in self.kinds))
 
