@@ -1,4 +1,4 @@
-"""From the lengths of a global batch to a planned step: split, replicas and schedule, judged together by simulation."""
+"""The planner: from the lengths of a global batch to micro-batches, replicas and schedules, judged together."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Planner(PlanRules):
 
     `format` and `collectives` describe what ranks send and what replicas issue together. Plans are made without them;
     they are needed to lower plans to instructions and to prove these. `collectives` may stay out for one replica, and
-    where the costs know them. `num_cores` is for ranks that share CPU cores: how many all ranks have together. A step
+    if the costs know them. `num_cores` is for ranks that share CPU cores: how many all ranks have together. A step
     then takes at least its work over the cores, so the search looks for the least work first, and predictions are
-    those of shared cores. None: each rank has a core or a device of its own. `for_forwards` gives the planner of
+    those of shared cores. None: each rank has a core or a device of its own. `for_forwards` returns the planner of
     evaluation.
 
-    A replica is a block of as many data parallel ranks as the width of `topology` says. Given `widths`, each step takes
-    the one of them whose plan ends first. Costs are of one rank at that width (`CostModel.at_width`). Equal counts hold
-    between the replicas of a step: not for one replica of all ranks, nor where only the ranks of a block share experts.
+    A replica is a context-parallel group of `topology.width` data parallel ranks. Given `widths`, each step takes the
+    degree whose plan ends first. Costs are of one rank at that degree (`CostModel.at_width`). Equal counts hold between
+    the replicas of a step: not for one replica of all ranks, nor if only the ranks of a group share experts.
     """
 
     topology: Topology
@@ -133,14 +133,12 @@ class Planner(PlanRules):
 
     @property
     def forward_only(self) -> bool:
-        """Whether steps are forwards alone: the costs then say so."""
         return self.costs.facts.forwards_alone
 
     def for_forwards(self) -> Planner:
-        """The planner of evaluation on the same ranks, for loaders of their own: steps of forwards alone.
+        """Return the planner of evaluation on the same ranks, for loaders of their own: forward-only steps.
 
-        Micro-batches are cut anew, as nothing is held between F and B; so recomputation, schedule and all that concerns
-        backwards falls away.
+        Micro-batches are cut again, as nothing is held between F and B. What concerns backwards falls away.
         """
         if self.forward_only:
             return self
@@ -156,24 +154,22 @@ class Planner(PlanRules):
 
     @property
     def replica_collectives(self) -> ReplicaCollectives:
-        """What the run issues over replicas, as given or as the costs say.
-
-        Raises ConfigError where neither does: with several replicas, what is unknown cannot be proven.
-        """
+        """The collectives that the run issues over replicas, as given or as the costs say. Raises ConfigError if
+        neither does: with several replicas, a plan cannot be proven without them."""
         if collectives := self.collectives or self.costs.facts.replica_collectives:
             return collectives
         if self.topology.dp == 1:
             return ReplicaCollectives()  # of a group of one, whatever they are
         raise ConfigError(
             f"{name_costs(self.costs)} do not say what dp {self.topology.dp} replicas issue together, and a plan"
-            " cannot be proven without: pass collectives=ReplicaCollectives() (dynapipe_ext.batch.topology) where"
-            " gradients are reduced once at the end of a step (DDP, ZeRO 0 or 1), else its of_zero(stage)"
+            " cannot be proven without: pass collectives=ReplicaCollectives() if gradients are reduced once at the end"
+            " of a step, else ReplicaCollectives.of_zero(stage)"
         )
 
     def plan(self, lengths: Sequence[SampleLength] | Sequence[int] | LengthArray, *, step: int = 0) -> StepPlan:
         """Return the best plan found for one global batch.
 
-        Raises PlanError with the sample or micro-batch that does not fit; DataError for lengths that are none.
+        Raises PlanError with the sample or micro-batch that does not fit; DataError for bad lengths.
         """
         samples = as_samples(lengths)
         _check_count("step", step)
@@ -189,7 +185,7 @@ class Planner(PlanRules):
         reserve_bytes: int,
     ) -> StepPlan:
         """Return a plan of the same samples and step that leaves `reserve_bytes` of every rank free, for buffers of
-        messages that turn out to need memory beside the plan.
+        messages that turn out to need memory.
 
         The adaptive planner keeps the micro-batches. It searches only those replicas again that no longer fit, over
         recomputation, order and dispatch, with a part of the effort. It plans the batch again if that fails, and for
@@ -220,8 +216,8 @@ class Planner(PlanRules):
             if m.attention == "carried" or slices_head(m.recompute):
                 what = "carries a piece of a long sample" if m.attention == "carried" else "has its head in slices"
                 raise PlanError(
-                    f"a micro-batch of sample {m.samples[0].index} {what} (recompute {m.recompute!r}), which forwards"
-                    " alone do not: plan the step with pieces off and recompute none, selective or full"
+                    f"a micro-batch of sample {m.samples[0].index} {what} (recompute {m.recompute!r}), which a"
+                    " forward-only step cannot: plan the step with pieces off and recompute none, selective or full"
                 )
         replicas = [[m.with_recompute("none") for m in replica.micro_batches] for replica in plan.batch.replicas]
         samples = {s.index: s for m in plan.batch.micro_batches for s in m.samples}

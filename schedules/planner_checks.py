@@ -1,4 +1,4 @@
-"""What a planner rejects of its own values."""
+"""Checks of a planner's own values."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def check_values(planner: Planner) -> None:
 
 
 def check_pieces(problems: Sequence[tuple[PlanRules, CostModel]]) -> None:
-    """Check that the costs of every degree price the pieces that its rules have. Raises ConfigError."""
+    """Check that costs price the pieces that the rules of a degree have. Raises ConfigError."""
     for rules, costs in problems:
         if rules.pieces != "off" and not costs.facts.prices_pieces:
             raise ConfigError(
                 f"pieces is {rules.pieces!r} but these {name_costs(costs)} have no price for pieces of long samples:"
-                " give a table in which `dynapipe profile` has measured some, counted costs (AnalyticCosts, without"
-                " windows and experts of a capacity), or pieces off"
+                " give a table in which `dynapipe profile` has measured some, counted costs (AnalyticCosts), or pieces"
+                " off"
             )
 
 

@@ -35,7 +35,7 @@ SampleGroups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class PlannedMicroBatches:
-    """What `plan_micro_batches` returns. Entry d of each tuple belongs to replica d; samples go by their indices.
+    """The result of `plan_micro_batches`. Entry d of each tuple belongs to replica d; samples go by their indices.
 
     `plan` has the same micro-batches as values (`plan.batch`), their order of actions on every pipeline rank, the
     prediction and the bounds. `planner` made it.
@@ -55,7 +55,7 @@ class PlannedMicroBatches:
 
     @property
     def partitions(self) -> SampleGroups:
-        """The samples of each replica, micro-batch after micro-batch; a sample in pieces stands where its first is."""
+        """The samples of each replica, micro-batch after micro-batch; a sample in pieces is listed once."""
         return tuple(tuple(dict.fromkeys(i for group in groups for i in group)) for groups in self.micro_batches)
 
     @property
@@ -72,7 +72,7 @@ class PlannedMicroBatches:
         return tuple(len(replica.micro_batches) for replica in self.plan.batch.replicas)
 
     def forwards(self) -> StepPlan:
-        """The same micro-batches for a pass of forwards alone, in the order that suits it (`Planner.forwards_like`).
+        """Return the same micro-batches for a forward-only pass, in a good order (`Planner.forwards_like`).
 
         Old and reference log probabilities from it have the bits of the step's own forward, so the first ratio of new
         to old ones is exactly 1.
@@ -80,7 +80,7 @@ class PlannedMicroBatches:
         return self.planner.forwards_like(self.plan)
 
     def shares(self, counts: Any = None) -> tuple[tuple[float, ...], ...]:
-        """The share of each micro-batch's own mean in the loss of the whole step, by replica; they add up to 1.
+        """Return the share of each micro-batch's own mean in the loss of the step, by replica; they add up to 1.
 
         `counts`, a list or an array, say what the loss is divided by, a number for each sample in the order of the
         lengths: None for its target tokens (a mean over tokens), 1 for each (a mean over sequences), the tokens that a
@@ -89,20 +89,20 @@ class PlannedMicroBatches:
         micro-batches and over replicas multiplies each share by their numbers, `num_micro_batches[d]` x
         `len(partitions)`.
 
-        Errors: ConfigError for counts that are no numbers from 0 on, one a sample, or all 0.
+        Raises ConfigError for counts that are not one number from 0 on per sample, or are all 0.
         """
         replicas = self.plan.batch.replicas
         if counts is None:
             groups = [[float(m.target_tokens) for m in replica.micro_batches] for replica in replicas]
         else:
-            by_index = self._by_index(counts)
+            by_index = self._index_counts(counts)
             groups = [[sum(by_index[i] for i in group) for group in groups] for groups in self.micro_batches]
         whole = sum(map(sum, groups))
         if not whole:
             raise ConfigError("the counts of all samples are 0, which a loss cannot be divided by: leave the step out")
         return tuple(tuple(own / whole for own in of_replica) for of_replica in groups)
 
-    def _by_index(self, counts: Any) -> dict[int, float]:
+    def _index_counts(self, counts: Any) -> dict[int, float]:
         counts = counts.tolist() if hasattr(counts, "tolist") else counts  # of narrow types sums overflow
         if not isinstance(counts, Sequence) or isinstance(counts, str):
             raise ConfigError(f"counts are {short(counts)}: give a number for each sample, in a list or an array")
@@ -125,11 +125,11 @@ def plan_micro_batches(
     memory_limit_bytes: float | None = None,
     **rules: Any,
 ) -> PlannedMicroBatches:
-    """Micro-batches of one step over the replicas of `topology`: packed rows unless `layout` says "padded".
+    """Plan the micro-batches of one step over the replicas of `topology`: packed rows unless `layout` says "padded".
 
     `costs` are a cost model, or describe the model: an `Architecture`, or the content of a config.json. A described
-    model is counted in 16 bits, with sequence parallelism and a distributed optimizer, at 350 TFLOP/s a device, 0.1 ms
-    an action and 0.06 ms a layer.
+    model is counted in 16 bits, with sequence parallelism and a distributed optimizer, at 350 TFLOP/s per device,
+    0.1 ms per action and 0.06 ms per layer.
     No micro-batch has more than `max_tokens` positions, and no rank more than `memory_limit_bytes`: give either or
     both. The `rules` are those of `PlanRules`, with four defaults of its own: layout "packed", `pad_multiple` 1 (the
     loop pads, and counts that in its lengths), recompute "none" (the one kind of the loop's model), `effort` 500.
@@ -138,7 +138,7 @@ def plan_micro_batches(
     replicas some get none.
 
     Errors: PlanError for no samples, for a sample above a limit, by name, and for fewer samples than replicas of equal
-    counts; DataError for lengths that are none; ConfigError for settings.
+    counts; DataError for bad lengths; ConfigError for settings.
     """
     if memory_limit_bytes is None and not max_tokens:
         raise ConfigError(
@@ -152,21 +152,21 @@ def plan_micro_batches(
         raise ConfigError(f"{unknown} is no rule of plans{did_you_mean(unknown, known)} (PlanRules has all)")
     planner = Planner(
         topology,
-        _cost_model(costs, topology),
-        NO_LIMIT_BYTES if memory_limit_bytes is None else _plain(memory_limit_bytes),
-        max_tokens=_plain(max_tokens),
-        **{name: _plain(rule) for name, rule in {**_RULES, **rules}.items()},
+        _make_costs(costs, topology),
+        NO_LIMIT_BYTES if memory_limit_bytes is None else _to_python(memory_limit_bytes),
+        max_tokens=_to_python(max_tokens),
+        **{name: _to_python(rule) for name, rule in {**_RULES, **rules}.items()},
     )
     samples = as_samples(lengths)
     return PlannedMicroBatches(planner.plan(samples), planner, tuple(s.index for s in samples))
 
 
-def _plain(number: Any) -> Any:
-    """Python's number of one that numpy made, as loops take their caps from arrays of lengths."""
+def _to_python(number: Any) -> Any:
+    """Convert a number that numpy made, as loops take their limits from arrays of lengths."""
     return number.item() if isinstance(number, np.generic) else number
 
 
-def _cost_model(costs: MicroBatchPricer | Architecture | Mapping[str, Any], topology: Topology) -> Any:
+def _make_costs(costs: MicroBatchPricer | Architecture | Mapping[str, Any], topology: Topology) -> Any:
     if isinstance(costs, Mapping):
         from dynapipe_ext.models.huggingface import read_config
 

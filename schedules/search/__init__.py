@@ -1,4 +1,2 @@
-"""The joint search. In: proposals (where to cut the batch) under a limit in bytes. Out: cuts, recomputation, replicas
-and order with the shortest simulated step. The planner calls `optimizer.py`; the native core is the twin of `joint.py`
-and `dispatch.py`. `flow_shop.py` orders forwards alone.
-"""
+"""The joint search: from starts, ways to cut a batch, to the cuts, recomputation, replicas and order with the shortest
+simulated step. `optimizer.py` calls the native core on a `Problem`; `flow_shop.py` orders forward-only steps."""

@@ -28,8 +28,8 @@ from dynapipe_ext.schedules.search.problem import (
 )
 
 TRIAL = 500  # moves for each of several starts
-_COOLING = 1000  # After so many moves, a move may cost half of what the first may.
-_REPLICAS = 4  # One measure of effort is for so many replicas.
+_COOLING = 1000  # After this many moves, a move may cost half of what the first may.
+_REPLICAS = 4  # One measure of effort is for this many replicas.
 # From 16 replicas of 16 micro-batches on, a search makes only as many moves as for replicas of 8 micro-batches, but at
 # least half of the effort. If samples come in pieces, rows are many and a move costs more: moves are so many that they
 # cost what they would with 12 rows.
@@ -39,7 +39,7 @@ _STEADY = 256  # A step may take 1/256 longer as predicted, if it loses less und
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
-    """What the search is asked for; `seed` and `effort` make it a function.
+    """Settings of a search; `seed` and `effort` make it a function.
 
     `effort` is the number of random moves for up to 7 replicas, twice as many for 8, three times for 12, and so on, but
     fewer if `has_long_replicas`. Of the same starts a larger effort never makes less. With `noise` as many moves again
@@ -120,8 +120,8 @@ def optimize(
 def optimize_best(starts: Sequence[Start], settings: SearchSettings) -> tuple[int, Optimized]:
     """Return the best result from the best start (the first of equals), and the index of that start.
 
-    Several starts are each tried with the first few moves, in threads if there are cores, and the best goes on with the
-    rest of the moves. A larger effort begins as a smaller one, so it never ends worse. The number of cores changes
+    Several starts are each tried with the first few moves, in threads if there are cores, and the best continues with
+    the rest of the moves. A larger effort begins as a smaller one, so it never ends worse. The number of cores changes
     nothing else. Moves change the order, the policy, a cut's recomputation mode, its replica and, if there is a choice,
     where the items are cut; `equal_counts` keeps the number of cuts of each replica. Nothing is proven here: simulate
     and validate the result.

@@ -37,7 +37,7 @@ class CostField(IntEnum):
 
 
 class DispatchPolicy(NamedTuple):
-    """How a free rank chooses its next action.
+    """The rule by which a free rank chooses its next action.
 
     extra: stage s holds at most S - s + `extra` micro-batches. With pieces it holds (pieces of the longest sample) - 1
     more (the warm-up of Seq1F1B, arXiv 2406.03488). NO_LIMIT: as many as memory allows.
@@ -63,8 +63,8 @@ def list_policies(*, split: bool) -> list[DispatchPolicy]:
 
 
 class AnnealingSchedule(NamedTuple):
-    """Which moves of an endless walk a search makes: `moves` of them, after the `begun` ones. After `cooling` moves a
-    move may cost half of what the first may. So a longer walk begins as a shorter one, and ends no worse."""
+    """The moves of an endless walk that a search makes: `moves` of them, after the `begun` ones. After `cooling` moves,
+    a move may cost half of what the first may. So a longer walk begins as a shorter one, and ends no worse."""
 
     seed: int
     moves: int
@@ -126,7 +126,7 @@ class SearchState:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """What the search may do, and what it costs. The native core reads the fields by their names.
+    """The moves that a search may make, and their costs. The native core reads the fields by their names.
 
     `records` (kinds, shapes, stages, fields) and `shapes` are those of a `Start`; `free_bytes` of each rank are the
     limit less what is static. With `equal_counts` each replica keeps its number of cuts. Under `noise`, the

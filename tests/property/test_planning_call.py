@@ -78,7 +78,7 @@ def test_caps_and_bytes_hold_and_every_sample_runs_once_or_the_call_refuses_by_n
             PlanError,
             "sample 1 has 900 positions .* 512 .*: raise max_tokens or truncate",
         ),
-        ([5, 900], {"max_tokens": 512, "layout": "padded"}, PlanError, "sample 1 .*cap of 512 tokens.*raise the cap"),
+        ([5, 900], {"max_tokens": 512, "layout": "padded"}, PlanError, "sample 1 .*512 tokens.*raise it"),
         ([5], {"replica_counts": "equal"}, PlanError, "1 samples cannot feed 2 replicas"),
         ([5, 7], {"memory_limit_bytes": 900}, PlanError, "limit"),
         ([5, 0], {}, DataError, "sample 1 has lengths"),

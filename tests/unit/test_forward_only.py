@@ -199,7 +199,7 @@ def test_costs_that_store_for_backwards_are_refused_for_a_schedule_without_them_
     plan = planner(dp=2).plan(LENGTHS)
     with pytest.raises(PlanError, match="store activations for backwards"):
         compute_makespan_ns(plan.schedules[0], COSTS.evaluate(plan.batch.replicas[0].micro_batches))
-    with pytest.raises(PlanError, match="some replicas run forwards alone"):
+    with pytest.raises(PlanError, match="some replicas are forward-only"):
         replace(plan, schedules=(plan.schedules[0], replace(plan.schedules[1], forward_only=False)))
 
 
