@@ -54,10 +54,6 @@ def build_megatron(
     num_sum_bytes = 8 * config.optimizer.deterministic * sum(p.numel() for c in chunks for p in c.parameters())
     description = architecture.to_json() | {"dtype": config.model.dtype}
 
-    def has_memory_for_copy(num_bytes: int) -> bool:
-        """Return, on all ranks alike, whether the host's memory holds a copy of what accelerators save."""
-        return device.type != "cpu" and not most_of_ranks(int(_COPY_MARGIN * num_bytes > free_bytes()), device)
-
     def saver(root: Path, num_bytes: int) -> Saver:
         return CheckpointSaver(
             root,
@@ -66,7 +62,7 @@ def build_megatron(
             run_arguments(architecture, config.model.dtype),
             keep_last=config.checkpoint.keep_last,
             keep_best=config.checkpoint.keep_best,
-            background=has_memory_for_copy(num_bytes),
+            background=_has_memory_for_copy(num_bytes, device),
             num_bytes=num_bytes,
         )
 
@@ -83,6 +79,11 @@ def build_megatron(
         num_trained=sum(weight.numel() for weight in own_parameters(chunks)),
         held_bytes=lambda: optimizer.state_bytes() + stage.weight_bytes() + num_sum_bytes,
     )
+
+
+def _has_memory_for_copy(num_bytes: int, device: torch.device) -> bool:
+    """Return, on all ranks alike, whether the host's memory holds a copy of what accelerators save."""
+    return device.type != "cpu" and not most_of_ranks(int(_COPY_MARGIN * num_bytes > free_bytes()), device)
 
 
 def _chunks(
