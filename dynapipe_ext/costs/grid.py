@@ -21,7 +21,6 @@ GridPoint = tuple[int, ...]
 INFEASIBLE = (
     1 << 50
 )  # ns or bytes of a shape that cannot run: above any real cost, and 8,000 of them still sum in int64
-WHOLE_SHARE = (1.0, 0.0, 1.0, 0.0)  # `share_of_bytes` of all that was measured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,13 +66,10 @@ class Grid:
         """
         total, in_table = native.interpolate(self.axes, self.values, self.known, np.array(coordinates, np.float64))
         if self.share_of_bytes:
-            total[[name.endswith("_mb") for name in self.columns]] *= self.part_of_bytes(coordinates[1])
+            a, b, c, d = self.share_of_bytes
+            share = (a + b * coordinates[1]) / (c + d * coordinates[1])
+            total[[name.endswith("_mb") for name in self.columns]] *= share
         return total, in_table
-
-    def part_of_bytes(self, length: FloatArray) -> FloatArray:
-        """Return the share of the measured MB that counts, for rows of these lengths."""
-        a, b, c, d = self.share_of_bytes or WHOLE_SHARE
-        return (a + b * length) / (c + d * length)
 
     def to_json(self) -> dict[str, Any]:
         """Return axes and, per column, the values in row-major order, null for what was not measured."""
@@ -91,17 +87,13 @@ class Grid:
         axes = [list(axis) for axis in raw["axes"]]
         if not all(type(x) is int and 0 < x < INFEASIBLE for axis in axes for x in axis):
             raise DataError(f"grid axes {short(axes)} must be rows and lengths: whole numbers, above 0")
-        num_points = int(np.prod([len(axis) for axis in axes]))
         if any(axis != sorted(set(axis)) or not axis for axis in axes):
             raise DataError(f"grid axes {axes} must be ascending and not empty")
+        points, columns = list(itertools.product(*axes)), dict[str, dict[GridPoint, float]]()
         for name, values in raw["columns"].items():
-            if len(values) != num_points:
-                raise DataError(f"column {name!r} has {len(values)} values for a grid of {num_points} points")
-        points = list(itertools.product(*axes))
-        columns = {
-            name: {point: float(v) for point, v in zip(points, values, strict=True) if v is not None}
-            for name, values in raw["columns"].items()
-        }
+            if len(values) != len(points):
+                raise DataError(f"column {name!r} has {len(values)} values for a grid of {len(points)} points")
+            columns[name] = {point: float(v) for point, v in zip(points, values, strict=True) if v is not None}
         grid = cls.from_points(columns)
         if [list(axis) for axis in grid.axes] != axes:
             raise DataError(f"a coordinate of grid axes {axes} has no measured point: leave it out")

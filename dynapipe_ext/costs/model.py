@@ -24,7 +24,7 @@ IntArray = npt.NDArray[np.int64]
 
 UNCOUNTED_TAX = 0.1  # of computing, if no links are known: see AnalyticCosts
 _REFUSED = ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes")
-_TABLES = (*_REFUSED, "transfer_ns", "transfer_bytes")
+TABLES = (*_REFUSED, "transfer_ns", "transfer_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class MicroBatchCosts:
         return tuple((v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for v in values)
 
     def _with_tables(self, change: Callable[[str], IntArray]) -> MicroBatchCosts:
-        tables = {name: change(name) for name in _TABLES}
+        tables = {name: change(name) for name in TABLES}
         return MicroBatchCosts(**tables, static_bytes=self.static_bytes, working_in=self.working_in)
 
     def take(self, micro_batches: Sequence[int] | IntArray) -> MicroBatchCosts:
@@ -390,7 +390,7 @@ class UserCosts(CostModel):
     def _check(self, method: str, costs: MicroBatchCosts, count: int) -> MicroBatchCosts:
         """Check the prices of `count` micro-batches. Raises ConfigError."""
         stages = self.num_stages
-        shapes = {name: (stages - name.startswith("transfer"), count) for name in _TABLES} | {"static_bytes": (stages,)}
+        shapes = {name: (stages - name.startswith("transfer"), count) for name in TABLES} | {"static_bytes": (stages,)}
         for name, shape in shapes.items():
             table: Any = getattr(costs, name, None)
             is_table = isinstance(table, np.ndarray) and np.issubdtype(table.dtype, np.integer) and table.shape == shape

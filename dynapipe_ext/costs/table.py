@@ -51,6 +51,7 @@ from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.measured_blocks import MeasuredBlock
 from dynapipe_ext.costs.measured_points import table_points
 from dynapipe_ext.costs.model import (
+    TABLES,
     CostCapabilities,
     CostModel,
     IntArray,
@@ -70,7 +71,6 @@ STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 mas
 VALUE_BYTES = 2
 # Fields that files of older versions did not have: left out at their defaults, so that these read as they always did.
 _LATER = ("num_decoder_layers", "links", "state_parts", "value_bytes", "packed_bytes", "once_bytes", "pieces", "blocks")
-_TABLES = ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes", "transfer_ns", "transfer_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -372,7 +372,7 @@ class CostTable(CostModel):
             weight = np.rint(self.split_w * backward).astype(np.int64)
         working = np.maximum(running - stored, 0)
         tables = (forward, backward, weight, stored, working, transfer, sent)
-        named = {name: np.where(in_table, table, INFEASIBLE) for name, table in zip(_TABLES, tables, strict=True)}
+        named = {name: np.where(in_table, table, INFEASIBLE) for name, table in zip(TABLES, tables, strict=True)}
         costs = MicroBatchCosts(**named, static_bytes=self.static_bytes(), working_in=self.working_in)
         return costs.keep_inputs(again & in_table), in_table
 
