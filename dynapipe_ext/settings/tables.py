@@ -300,7 +300,7 @@ class PlanSettings(PlanRules):
     layout: Layout = with_default(PlanRules, "layout", "packed")
     costs: str = setting("", "--costs", "cost model as JSON (default: measure this machine)", "FILE")
     memory_limit_gb: float = setting(
-        1.0, "--memory-limit-gb", "of a rank, 10^9 bytes", "GB", at_least=1e-9, at_most=1e9
+        1.0, "--memory-limit-gb", "memory of a rank, 10^9 bytes", "GB", at_least=1e-9, at_most=1e9
     )
     adapt_costs: bool = setting(False)
 
@@ -324,12 +324,16 @@ class OptimizerSettings:
     """
 
     lr: float = setting(2e-3, "--lr", "highest learning rate", "LR", above=0, at_most=1e6)
-    min_lr: float = setting(2e-4, "--min-lr", "at the end (in proportion to --lr)", "LR", at_least=0)
-    lr_schedule: LrSchedule = setting("cosine", "--lr-schedule", "after the warm-up")
+    min_lr: float = setting(
+        2e-4, "--min-lr", "learning rate at the end (default: in proportion to --lr)", "LR", at_least=0
+    )
+    lr_schedule: LrSchedule = setting("cosine", "--lr-schedule", "learning rates after the warm-up")
     warmup_steps: int = setting(5, at_least=0)
     warmup_fraction: float = setting(0.0, at_least=0, below=1, hint="warmup_steps counts steps")
-    betas: tuple[float, ...] = setting((0.9, 0.999), "--betas", "of Adam", "B1,B2", parse=parse_betas)
-    weight_decay: float = setting(0.01, "--weight-decay", "not of norms and biases", "W", at_least=0, at_most=1e6)
+    betas: tuple[float, ...] = setting((0.9, 0.999), "--betas", "betas of Adam", "B1,B2", parse=parse_betas)
+    weight_decay: float = setting(
+        0.01, "--weight-decay", "weight decay, but not of norms and biases", "W", at_least=0, at_most=1e6
+    )
     clip_grad: float = setting(1.0, at_least=0)
     distributed: bool = setting(False)
     nan_policy: Literal["stop", "skip"] = setting("stop")
@@ -350,10 +354,10 @@ class CheckpointSettings:
     adapters writes only the adapters."""
 
     output: str = setting("", "--output", "folder to make of the trained model", "DIR")
-    save_every: int = setting(0, "--save-every", "between checkpoints", "STEPS", at_least=0)
+    save_every: int = setting(0, "--save-every", "steps between checkpoints; 0: none", "STEPS", at_least=0)
     save_minutes: Literal["auto"] | float = setting("auto", at_least=0)
     keep_last: int = setting(2, "--keep-last", "checkpoints that stay; 0: all", at_least=0)
-    keep_best: bool = setting(False, "--keep-best", "by validation; --output is then it")
+    keep_best: bool = setting(False, "--keep-best", "keep the best by validation, which --output then holds")
     grace_s: float = setting(60.0, above=0, at_most=1e7)
 
 
