@@ -409,6 +409,10 @@ def _measure_first(
         if enough and index >= len(first):
             break
         is_known = shape in profile.shapes()
+        for part in (64, 16, 4) if shape == within.longest_row and not is_known else ():
+            shorter = (1, *(max(least, round_up(most // part, within.multiple)) for least, most in within.sides))
+            if not in_time(shape) and in_time(shorter):  # its time may tell that there is enough for the longest
+                profile.visit(shorter, measure, within)
         if not is_known and not in_time(shape):
             if shape == within.longest_row:
                 raise DataError(
