@@ -1,4 +1,4 @@
-"""The order of forwards alone: every stage runs the micro-batches in the order in which they enter, one permutation."""
+"""The order of forwards only: every stage runs the micro-batches in the order in which they enter, one permutation."""
 
 from __future__ import annotations
 
