@@ -17,6 +17,7 @@ from dynapipe_ext.batch.micro_batches import (
 )
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.adjustments import adjust
+from dynapipe_ext.costs.codec import from_json, to_json
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, as_cost_model
 from dynapipe_ext.errors import ConfigError, PlanError, short
@@ -251,24 +252,23 @@ class Planner(PlanRules):
             "memory_limit_bytes": self.memory_limit_bytes,
             "seed": self.seed,
             "num_cores": self.num_cores,
-            "topology": self.topology.to_json(),
+            "topology": to_json(self.topology),
             "costs": cost_model_to_json(self.costs),
-            "format": None if self.format is None else self.format.to_json(),
-            "collectives": None if self.collectives is None else self.collectives.to_json(),
+            "format": to_json(self.format),
+            "collectives": to_json(self.collectives),
             **({"widths": list(self.widths)} if self.widths else {}),
         }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Planner:
         known = {"noise": 0.0, "split_policy": raw.get("rule"), **raw}  # of earlier versions
-        topology: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw["topology"].items()}
         return cls(
-            Topology(**topology),
+            from_json(Topology, raw["topology"]),
             cost_model_from_json(raw["costs"]),
             raw["memory_limit_bytes"],
             raw["seed"],
-            format=None if raw["format"] is None else ActivationFormat(**raw["format"]),
-            collectives=None if raw["collectives"] is None else ReplicaCollectives.from_json(raw["collectives"]),
+            format=None if raw["format"] is None else from_json(ActivationFormat, raw["format"]),
+            collectives=None if raw["collectives"] is None else from_json(ReplicaCollectives, raw["collectives"]),
             num_cores=raw["num_cores"],
             widths=tuple(raw.get("widths", ())),
             **{f.name: known[f.name] for f in fields(PlanRules)},

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.errors import ConfigError, check_integer, settle_field_types, short
@@ -131,6 +131,7 @@ class Topology:
     Coordinates(tp_rank=1, pp_rank=1, dp_rank=0)
     """
 
+    LATER_FIELDS: ClassVar = ("width", "vocabulary")  # older files do not have them (`dynapipe_ext/costs/codec.py`)
     tp: int = 1
     pp: int = 1
     dp: int = 1
@@ -331,15 +332,6 @@ class Topology:
         outside = (0,) * stages.start, (0,) * (self.num_stages - stages.stop)
         return replace(self, layers_per_stage=outside[0] + layers + outside[1])
 
-    def to_json(self) -> dict[str, Any]:
-        return to_json_fields(self, "width", "vocabulary")
-
-
-def to_json_fields(value: Any, *newer: str) -> dict[str, Any]:
-    """Return the fields of a dataclass; the `newer` ones, which older files do not have, only if not at the default."""
-    defaults = {field.name: field.default for field in fields(value)}
-    return {name: one for name, one in asdict(value).items() if name not in newer or one != defaults[name]}
-
 
 def list_cp_degrees(dp: int) -> tuple[int, ...]:
     """List the powers of two that divide `dp`, from 1 on.
@@ -402,6 +394,7 @@ class ActivationFormat:
     first_decoder_stage: int | None = None
     first_head_stage: int | None = None
     position_shards: int = 1
+    LATER_FIELDS: ClassVar = ("first_head_stage", "position_shards")
 
     def __post_init__(self) -> None:
         check_integer("hidden_size", self.hidden_size, least=1)
@@ -421,9 +414,6 @@ class ActivationFormat:
             return self
         shards, positions = self.sequence_shards * width, self.position_shards * width
         return replace(self, sequence_shards=shards, position_shards=positions)
-
-    def to_json(self) -> dict[str, Any]:
-        return to_json_fields(self, "first_head_stage", "position_shards")
 
     @property
     def changing_stages(self) -> tuple[int, ...]:
@@ -479,6 +469,7 @@ class ReplicaCollectives:
     with_gradients: tuple[str, ...] = ()
     at_end: tuple[str, ...] = ("gradient reduction",)
     ep: int = 1
+    LATER_FIELDS: ClassVar = ("ep",)
 
     @classmethod
     def of_zero(cls, zero_stage: int, *, ep: int = 1) -> ReplicaCollectives:
@@ -520,11 +511,3 @@ class ReplicaCollectives:
         described += [f"{name} with each backward" for name in self.with_gradients]
         described += [f"{name} at the end" for name in self.at_end]
         return ", ".join(described) or "nothing"
-
-    def to_json(self) -> dict[str, Any]:
-        return to_json_fields(self, "ep")
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> ReplicaCollectives:
-        names: dict[str, Any] = {name: value if name == "ep" else tuple(value) for name, value in raw.items()}
-        return cls(**names)

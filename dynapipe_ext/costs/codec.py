@@ -8,7 +8,6 @@ from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.models.architecture import Architecture
 
 Value = TypeVar("Value")
@@ -17,7 +16,7 @@ Value = TypeVar("Value")
 def to_json(value: Any) -> Any:
     """Return a value of plain types, mappings, tuples and dataclasses as JSON."""
     match value:
-        case Architecture() | Topology():
+        case Architecture():
             return to_json(value.to_json())
         case Mapping():
             return {str(name): to_json(one) for name, one in value.items()}
@@ -28,7 +27,9 @@ def to_json(value: Any) -> Any:
 
 
 def fields_to_json(value: Any, later: Collection[str] = (), *, skip: Collection[str] = ()) -> dict[str, Any]:
-    """Return the fields of a dataclass as JSON, without those of `later` versions that have their default."""
+    """Return the fields of a dataclass as JSON, without those of later versions that have their default: those in
+    `later`, and in LATER_FIELDS of the class."""
+    later = {*later, *getattr(value, "LATER_FIELDS", ())}
     raw = {}
     for field in fields(value):
         default = field.default_factory() if field.default_factory is not MISSING else field.default

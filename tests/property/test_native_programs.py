@@ -55,7 +55,7 @@ def test_a_program_and_its_instructions_one_by_one_have_the_same_bytes(drawn, fo
 
 @settings(max_examples=400)
 @given(plans, st.integers(0, 10**6), st.booleans(), st.booleans())
-def test_the_core_proves_what_its_twin_proves_and_nothing_else(drawn, seed, forward_only, carries) -> None:
+def test_the_core_proves_what_python_proves_and_nothing_else(drawn, seed, forward_only, carries) -> None:
     """Of sound programs and of those with one row moved, left out, repeated or changed."""
     schedule, programs = lowered(*drawn)
     rng, count = random.Random(seed), drawn[2]

@@ -17,6 +17,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adjustments import FittedTimes, TimeCorrection, adjust
+from dynapipe_ext.costs.codec import to_json
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -121,6 +122,6 @@ def test_numbers_of_numpy_and_whole_floats_are_pythons_then() -> None:
     tokens = TokenCosts(np.int64(2), ns_per_token=np.int64(7), stage_scale=np.array([1.0, 2.0]))  # type: ignore[arg-type]
     assert tokens == TokenCosts(2, ns_per_token=7, stage_scale=(1.0, 2.0))
     assert tokens.fingerprint() == TokenCosts(2, ns_per_token=7, stage_scale=(1.0, 2.0)).fingerprint()
-    assert json.dumps(Topology(pp=np.int64(2)).to_json()) == json.dumps(Topology(pp=2).to_json())  # type: ignore[arg-type]
+    assert json.dumps(to_json(Topology(pp=np.int64(2)))) == json.dumps(to_json(Topology(pp=2)))  # type: ignore[arg-type]
     read = cost_model_from_json({**raw, "latency_ns": float(raw["latency_ns"])})
     assert read.fingerprint() == plain.fingerprint()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.codec import from_json, to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import StepPosition
@@ -49,8 +50,8 @@ def test_a_block_is_of_neighbouring_data_parallel_ranks() -> None:
     ranks = [topology.rank(tp_rank=1, pp_rank=1, dp_rank=d) for d in range(8) if d // topology.width == 1]
     assert ranks == [25, 27, 29, 31]
     assert [topology.slice_of(d) for d in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert topology.at_width(1).to_json() == Topology(tp=2, pp=2, dp=8).to_json()
-    assert "width" not in Topology(dp=8).to_json()
+    assert to_json(topology.at_width(1)) == to_json(Topology(tp=2, pp=2, dp=8))
+    assert "width" not in to_json(Topology(dp=8))
 
 
 def test_a_plan_has_a_replica_a_block_and_rows_whose_slices_are_even() -> None:
@@ -154,7 +155,7 @@ def test_experts_within_a_block_leave_replicas_free_to_have_any_counts() -> None
     assert len({len(replica.micro_batches) for replica in proven.step_plan.batch.replicas}) > 1
     with pytest.raises(VerificationError, match="expert all-to-all"):
         prove_step(planner(dp=2, width=1, **options), sample_lengths(counts), step=0)
-    assert ReplicaCollectives.from_json(collectives.to_json()) == collectives
+    assert from_json(ReplicaCollectives, to_json(collectives)) == collectives
     equal = planner(dp=4, width=2, replica_counts="equal", pieces=64, **options).plan(counts)
     assert any(m.attention == "carried" for m in equal.batch.micro_batches)
 
