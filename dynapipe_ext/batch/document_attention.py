@@ -82,9 +82,8 @@ def _attend_documents(
     from dynapipe_ext.batch.packed_attention import DocumentMask
 
     batch, _, row_len, _ = query_BHSD.shape
-    lengths = _read_document_lengths(
-        cu_seq_lens_q, batch, row_len, key_BHSD.shape[2], 1 if joined is None else joined.width
-    )
+    width = 1 if joined is None else joined.width
+    lengths = _read_document_lengths(cu_seq_lens_q, batch, row_len, key_BHSD.shape[2], width)
     if softcap is not None or s_aux is not None:
         raise ConfigError(
             f"{DOCUMENT_ATTENTION} has no soft cap ({softcap}) and no attention sinks:"
@@ -177,6 +176,4 @@ def _chunk_of(module: Any) -> int | None:
     """Return the positions of a chunk if this layer attends in chunks (Llama 4), else None."""
     config = getattr(module, "config", None)
     size, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None)
-    if not size or not kinds:
-        return None
-    return int(size) if kinds[module.layer_idx] == "chunked_attention" else None
+    return int(size) if size and kinds and kinds[module.layer_idx] == "chunked_attention" else None

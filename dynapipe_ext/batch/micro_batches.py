@@ -147,9 +147,7 @@ Layout = Literal["padded", "packed"]
 # What a backward recomputes: nothing; core attention; each layer, from its input; or the whole stage, from its input,
 # of which nothing else is then kept. With "head" also the last stage's head and loss, a slice of HEAD_SLICE positions
 # at a time, so that no more logits exist at once, in forwards or backwards.
-Recompute = Literal[
-    "none", "selective", "full", "stage", "head", "head+selective", "head+full", "head+stage"
-]  # fmt: skip
+Recompute = Literal["none", "selective", "full", "stage", "head", "head+selective", "head+full", "head+stage"]
 HEAD_SLICE = 1024
 # Packed rows: attention restarts at each document; or goes over the whole row; or restarts, and the first document, a
 # piece of a long sample, attends to the earlier pieces as well (`dynapipe_ext/batch/micro_batches.py`).
@@ -159,6 +157,7 @@ LossNorm = Literal["tokens", "samples"]
 ALL_RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 RECOMPUTES: tuple[Recompute, ...] = ALL_RECOMPUTES[:4]  # with whole logits
 LAYER_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # that differ within layers
+_WITHOUT_STAGE: Mapping[Recompute, Recompute] = {"stage": "none", "head+stage": "head"}
 _BODY: Mapping[Recompute, Recompute] = dict(zip(ALL_RECOMPUTES, (*RECOMPUTES, *RECOMPUTES), strict=True))
 
 
@@ -191,9 +190,7 @@ def without_stage(recompute: Recompute) -> Recompute:
     >>> [without_stage(kind) for kind in ("full", "stage", "head+stage", "head+full")]
     ['full', 'none', 'head', 'head+full']
     """
-    if recompute_of_layers(recompute) != "stage":
-        return recompute
-    return "head" if slices_head(recompute) else "none"
+    return _WITHOUT_STAGE.get(recompute, recompute)
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -382,7 +379,7 @@ def sample_pieces(micro_batches: Sequence[MicroBatch]) -> tuple[SamplePieces, ..
                     f" it on this replica end at {end}: all pieces of a sample run on one replica, each once"
                 )
             end += piece.encoder
-    return tuple(tuple(positions) for positions in sorted(positions_of.values(), key=lambda positions: positions[0]))
+    return tuple(map(tuple, sorted(positions_of.values())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,12 +432,6 @@ class PieceNeighbours:
     def from_pieces(cls, sample_pieces: Sequence[SamplePieces]) -> PieceNeighbours:
         links = [link for pieces in sample_pieces for link in pairwise(pieces)]
         return cls({later: earlier for earlier, later in links}, dict(links))
-
-
-def count_earlier_positions(micro_batch: MicroBatch) -> int:
-    """Return the positions of its first document's sample that run before it in other micro-batches; 0 for whole
-    samples."""
-    return micro_batch.samples[0].start if micro_batch.attention == "carried" else 0
 
 
 def make_length_error(positions: int) -> PlanError:

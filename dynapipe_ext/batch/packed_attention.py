@@ -100,8 +100,7 @@ def load_kernel(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, str]:
         packages = accumulate(kernel.module.split("."), "{}.{}".format)
         is_absent = isinstance(error, ModuleNotFoundError) and (error.name or "") in packages
         return None, "" if is_absent else f"broken: {' '.join(str(error).split())}"
-    required = set(kernel.arguments.values()) - {_SHARED_HEADS}
-    if lacking := [name for name in kernel.arguments.values() if name in required - parameters.keys()]:
+    if lacking := [name for name in kernel.arguments.values() if name not in (_SHARED_HEADS, *parameters)]:
         return None, f"has no {', '.join(lacking)}"
     return function, ""
 

@@ -165,9 +165,6 @@ class Topology:
 
     def _check_vocabulary(self) -> None:
         """Raise ConfigError for chains of another form than `split_vocabulary` makes."""
-        if self.vocabulary not in get_args(Vocabulary):
-            choices = ", ".join(get_args(Vocabulary))
-            raise ConfigError(f"vocabulary is {short(self.vocabulary)} but must be one of {choices}")
         if self.vocabulary == "whole":
             return
         problem, layers, held = "", self.layers_per_stage, self.layer_stages
@@ -232,15 +229,6 @@ class Topology:
     def num_replicas(self) -> int:
         """The number of groups of `width` data parallel ranks; each runs micro-batches of its own."""
         return self.dp // self.width
-
-    def slice_of(self, dp_rank: int) -> int:
-        """Return which of the `width` slices of every row a data parallel rank has.
-
-        >>> topology = Topology(dp=8, width=4)
-        >>> topology.num_replicas, topology.slice_of(6)
-        (2, 2)
-        """
-        return dp_rank % self.width
 
     def at_width(self, width: int) -> Topology:
         """Return the same ranks with another context-parallel degree. Raises ConfigError for one that does not fit."""
@@ -397,9 +385,8 @@ class ActivationFormat:
     LATER_FIELDS: ClassVar = ("first_head_stage", "position_shards")
 
     def __post_init__(self) -> None:
-        check_integer("hidden_size", self.hidden_size, least=1)
-        check_integer("sequence_shards", self.sequence_shards, least=1)
-        check_integer("position_shards", self.position_shards, least=1)
+        for name in ("hidden_size", "sequence_shards", "position_shards"):
+            check_integer(name, getattr(self, name), least=1)
         for name, value, choices in ("dtype", self.dtype, tuple(DTYPE_BYTES)), ("order", self.order, ("sbh", "bsh")):
             if value not in choices:
                 raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(choices)}")
@@ -410,8 +397,6 @@ class ActivationFormat:
         >>> ActivationFormat(8, sequence_shards=2).at_width(4).sequence_shards
         8
         """
-        if width == 1:
-            return self
         shards, positions = self.sequence_shards * width, self.position_shards * width
         return replace(self, sequence_shards=shards, position_shards=positions)
 
@@ -431,9 +416,8 @@ class ActivationFormat:
                 f"a micro-batch has decoder length {micro_batch.decoder_len} but the activation format is that of a"
                 " decoder-only model: give first_decoder_stage"
             )
-        sides: tuple[int, ...] = (micro_batch.encoder_len,)
-        if self.first_decoder_stage is not None and boundary >= self.first_decoder_stage:
-            sides = (micro_batch.encoder_len, micro_batch.decoder_len)
+        has_decoder = self.first_decoder_stage is not None and boundary >= self.first_decoder_stage
+        sides = (micro_batch.encoder_len, micro_batch.decoder_len) if has_decoder else (micro_batch.encoder_len,)
 
         def make_shape(seq_len: int) -> tuple[int, int]:
             return (seq_len, micro_batch.rows) if self.order == "sbh" else (micro_batch.rows, seq_len)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, count_earlier_positions
+from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import (
     DTYPE_OF_WIDTH,
     ActivationFormat,
@@ -677,4 +677,5 @@ class AnalyticCosts(CostModel):
 def _find_longest(m: MicroBatch) -> int:
     """Return the positions that the longest row, or document of a packed row, needs embeddings for."""
     whole = m.layout == "padded" or m.attention == "row"
-    return m.encoder_len if whole else count_earlier_positions(m) + max(m.documents)
+    earlier = m.samples[0].start if m.attention == "carried" else 0  # positions of the sample in earlier pieces
+    return m.encoder_len if whole else earlier + max(m.documents)
