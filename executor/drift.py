@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
-from dynapipe_ext.costs.adjustments import adjust, fitted_times, list_times
+from dynapipe_ext.costs.adjustments import adjust, find_fitted_times, list_times
 from dynapipe_ext.costs.features import count_positions
 from dynapipe_ext.costs.fitting import MeasuredAction, find_prediction_error, fit_times
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
@@ -123,7 +123,7 @@ def fitted_costs(actions: Sequence[MeasuredAction], costs: CostModel) -> tuple[C
     if not measured:
         return None
     new_costs = fit_times(costs, measured)
-    times = fitted_times(new_costs)
+    times = find_fitted_times(new_costs)
     assert times is not None
     errors = CostsFit(*find_prediction_error(times, measured))
     worth_it = errors.error_before > _LARGE and errors.error_after < _MUCH_BETTER * errors.error_before

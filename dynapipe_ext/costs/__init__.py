@@ -1,4 +1,4 @@
-"""What micro-batches cost. In: micro-batches (rows, lengths, layout, recomputation). Out: `MicroBatchCosts`, seconds
-and bytes on every stage as integers. Counted, measured and token models fill it alike; planning, schedules and
-bounds read nothing else. Also what a stage holds before any micro-batch, on which devices.
+"""Costs of micro-batches. Input: micro-batches (rows, lengths, layout, recomputation). Output: `MicroBatchCosts`,
+seconds and bytes on every stage as integers. Analytic, measured and token models all return it; planning, schedules
+and bounds read nothing else. The package also counts the bytes of states on each stage and describes devices.
 """

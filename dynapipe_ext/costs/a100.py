@@ -20,7 +20,7 @@ Grids = Mapping[tuple[Recompute, LayerKind], Grid]
 A100_HIDDEN_SIZE = {"gpt_6.7b": 4096, "t5_11b": 1024}
 
 
-def hidden_size_of(model: str) -> int:
+def find_hidden_size(model: str) -> int:
     """Return the hidden size of a published model. Raises ConfigError for an unknown one."""
     if model not in A100_HIDDEN_SIZE:
         raise ConfigError(f"hidden size of model {model!r} is not known ({', '.join(A100_HIDDEN_SIZE)} are): give it")
@@ -49,7 +49,7 @@ def read_layers(
         return grids, parameter_bytes
     # Of 12 h^2 weights 4 are attention's.
     sizes = {"attention": parameter_bytes["encoder"] / 3, "mlp": parameter_bytes["encoder"] * 2 / 3}
-    return grids | grids_of_halves(grids, hidden_size), parameter_bytes | sizes
+    return grids | halve_grids(grids, hidden_size), parameter_bytes | sizes
 
 
 def read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, LayerKind], Grid]:
@@ -74,7 +74,7 @@ def read_parameter_bytes(directory: Path, model: str, tp: int) -> dict[str, floa
     return largest
 
 
-def grids_of_halves(grids: Grids, hidden_size: int) -> dict[tuple[Recompute, LayerKind], Grid]:
+def halve_grids(grids: Grids, hidden_size: int) -> dict[tuple[Recompute, LayerKind], Grid]:
     """Derive the grids of attention and MLP from those of full decoder-only layers, by FLOPs and bytes.
 
     In layers of width h over rows of L positions, attention takes 8 h^2 + 4 h L FLOPs of 24 h^2 + 4 h L. With n heads

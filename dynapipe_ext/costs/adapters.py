@@ -21,7 +21,7 @@ def find_adapter_share(lora: LoraSettings, architecture: Architecture) -> float:
     return share
 
 
-def adapter_costs(
+def price_adapters(
     base: CostModel,
     lora: LoraSettings,
     architecture: Architecture,
@@ -41,7 +41,7 @@ def adapter_costs(
     r (inputs + outputs) products per token, is not counted: about a hundredth.
     """
     require_whole_vocabulary(topology, "a model with adapters")
-    layers = _layers(architecture, topology)
+    layers = _count_layers(architecture, topology)
     trained = layers * lora.num_weights_a_block
     static = state_bytes(
         trained,
@@ -74,13 +74,13 @@ def with_idle_weights(costs: CostModel, idle_bytes: tuple[int, ...]) -> CostMode
 
 def _find_trained_shares(lora: LoraSettings, architecture: Architecture, topology: Topology) -> tuple[float, ...]:
     """Return the trained share of each stage; on the last one the head is frozen, too."""
-    layers = _layers(architecture, topology)
+    layers = _count_layers(architecture, topology)
     work = layers * (architecture.attention_parameters + architecture.mlp_parameters)
     work[-1] += architecture.vocab_size * architecture.hidden_size
     trained = layers * lora.num_weights_a_block
     return tuple((trained / np.maximum(work, trained).clip(1)).tolist())
 
 
-def _layers(architecture: Architecture, topology: Topology) -> IntArray:
+def _count_layers(architecture: Architecture, topology: Topology) -> IntArray:
     counts = topology.with_layers(architecture.num_layers).layers_per_stage
     return np.array(require_whole_layers(counts, "a model with adapters"), np.int64)

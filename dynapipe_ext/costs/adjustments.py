@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute, with_sliced_head
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.codec import fields_to_json, from_json
+from dynapipe_ext.costs.codec import dump_fields, from_json
 from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.floor import Floor, GrowingTimes
 from dynapipe_ext.costs.model import (
@@ -78,10 +78,10 @@ class FrozenWeights:
             **self._shorten(costs, costs.backward_ns - np.floor(self._frozen * weight_ns)),
         ).refuse(costs.infeasible)
 
-    def bound(self, costs: MicroBatchCosts, plain: MicroBatchCosts) -> MicroBatchCosts:
+    def bind(self, costs: MicroBatchCosts, plain: MicroBatchCosts) -> MicroBatchCosts:
         """Return times at measured points between which the interpolated ones never exceed the adjusted ones.
 
-        W that is cut off at B is not linear between points. A stage where this happens keeps B's trained share only.
+        W that is cut off at B is not linear between points. If that happens, a stage keeps B's trained share only.
         """
         weight_ns = np.where(plain.infeasible, costs.weight_ns, np.maximum(plain.weight_ns, costs.weight_ns))
         is_cut = ((weight_ns >= costs.backward_ns) & ~costs.infeasible).any(axis=1, keepdims=True)
@@ -194,7 +194,7 @@ class FittedTimes:
             adjusted[name] = np.where((times[letter] == 0) | costs.infeasible, times[letter], new)
         return replace(costs, **adjusted)
 
-    def bound(self, costs: MicroBatchCosts, kinds: npt.NDArray[np.str_]) -> MicroBatchCosts:
+    def bind(self, costs: MicroBatchCosts, kinds: npt.NDArray[np.str_]) -> MicroBatchCosts:
         """Return times that never exceed the adjusted ones and are linear in the times before, scaled by the least
         factors that apply to a stage. (A stage that is recomputed is at least as slow as one that is not.)"""
         forward = np.array([[stage["F"].scale if "F" in stage else 1.0] for stage in self.corrections])
@@ -230,9 +230,9 @@ class AdjustedCosts(CostModel):
     """The costs of `prices` after adjustments; `adjust` makes them.
 
     With `forward_only` no backward follows: B and W take no time, and nothing is stored from F on. Static bytes stay,
-    since gradients and optimizer states are in memory while a training run is evaluated. The working bytes of F are at
-    most those that the forward of a training step stores and needs in addition, without recomputation or under full
-    recomputation, whichever is less: a forward without gradients keeps nothing that either of these drops.
+    since gradients and optimizer states are in memory while a training run is evaluated. A training step's forward
+    stores bytes and needs working bytes in addition. Their sum, without recomputation or under full recomputation,
+    limits the working bytes here: a forward without gradients keeps nothing that either of these drops.
     """
 
     prices: CostModel
@@ -263,7 +263,7 @@ class AdjustedCosts(CostModel):
         recompute, cp_degree = features.recompute, self.prices.facts.width
         tokens, squares = -(-features.tokens // cp_degree), -(-features.squares // cp_degree)  # of one rank
 
-        def under(kind: Recompute | None) -> MicroBatchCosts:
+        def price_under(kind: Recompute | None) -> MicroBatchCosts:
             """Price the micro-batches as they are recomputed (None), or all by one mode."""
             costs = self.prices.price(features if kind is None else features.with_recompute(kind))
             kinds = recompute if kind is None else np.full(recompute.shape, kind)
@@ -273,24 +273,24 @@ class AdjustedCosts(CostModel):
             return self.fitted.adjust(costs, kinds, tokens, squares) if self.fitted else costs
 
         if not self.forward_only:
-            return under(None)
+            return price_under(None)
         if (recomputed := recompute[recompute != "none"]).size:
             raise PlanError(
-                f"a micro-batch asks for recompute {str(recomputed[0])!r} but forwards alone have nothing to recompute:"
-                ' give "none"'
+                f"a micro-batch asks for recompute {str(recomputed[0])!r} but a forward-only run recomputes"
+                ' nothing: give "none"'
             )
-        costs, full = under(None).forwards(), under("full").forwards()
+        costs, full = price_under(None).drop_backwards(), price_under("full").drop_backwards()
         return replace(costs, working_bytes=np.minimum(costs.working_bytes, full.working_bytes))
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> Floor | None:
+    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> Floor | None:
         """Return the lower bound of training, for bounds over all plans; None for forward-only costs, and if `prices`
         have none.
 
         Growing times are adjusted, the least of all recomputation modes; None if fitted times would turn the time of a
-        short sample from nothing into something. Measured points have the `bound` of each adjustment.
+        short sample from nothing into something. Measured points take the `bind` of each adjustment.
         """
         at_points = LowestTimes(self)
-        floor = None if self.forward_only else self.prices.floor(stage_ranks, split=split, least=least or at_points)
+        floor = None if self.forward_only else self.prices.get_floor(stage_ranks, split=split, least=least or at_points)
         if floor is None:
             return None
         # Rounding changes this much at most, of F and B of one micro-batch on one stage.
@@ -331,17 +331,17 @@ class AdjustedCosts(CostModel):
     def at_width(self, width: int) -> AdjustedCosts:
         return replace(self, prices=self.prices.at_width(width))
 
-    def recount(self, change: Callable[[Any], Any]) -> AdjustedCosts:
-        return replace(self, prices=self.prices.recount(change))
+    def change_analytic(self, change: Callable[[Any], Any]) -> AdjustedCosts:
+        return replace(self, prices=self.prices.change_analytic(change))
 
     def with_exact_sums(self, value_bytes: int) -> AdjustedCosts:
         return replace(self, prices=self.prices.with_exact_sums(value_bytes))
 
-    def _described(self) -> list[dict[str, Any]]:
+    def _describe(self) -> list[dict[str, Any]]:
         """Describe each adjustment, the first one first."""
         described: list[dict[str, Any]] = []
         if self.frozen:  # as files were before they had the later fields
-            described.append({"kind": "frozen", **fields_to_json(self.frozen, ("token_bytes", "idle_bytes"))})
+            described.append({"kind": "frozen", **dump_fields(self.frozen, ("token_bytes", "idle_bytes"))})
         if self.fitted:
             stages = [{name: list(astuple(one)) for name, one in of.items()} for of in self.fitted.corrections]
             described.append({"kind": "adapted", "corrections": stages})
@@ -350,13 +350,13 @@ class AdjustedCosts(CostModel):
     def to_json(self) -> dict[str, Any] | None:
         """Return each adjustment as JSON around what it adjusts, its "base"."""
         raw = self.prices.to_json()
-        for one in self._described():
+        for one in self._describe():
             raw = None if raw is None else {**one, "base": raw}
         return raw
 
     def fingerprint(self) -> str:
         hashed = self.prices.fingerprint()
-        for one in self._described():
+        for one in self._describe():
             hashed = fingerprint({**one, "base": hashed})
         return hashed
 
@@ -386,14 +386,14 @@ def read_adjustment(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{raw['kind']} costs {sorted(raw)} cannot be read: {error}: write them again") from error
 
 
-def fitted_times(costs: CostModel) -> FittedTimes | None:
+def find_fitted_times(costs: CostModel) -> FittedTimes | None:
     """Return the times that were fitted to these costs; None before a fit."""
     return costs.fitted if isinstance(costs, AdjustedCosts) else None
 
 
 @dataclass(frozen=True, slots=True)
 class LowestTimes(CostModel):
-    """Prices by the `bound` of each adjustment."""
+    """Prices that each adjustment's `bind` returns."""
 
     costs: AdjustedCosts
 
@@ -405,5 +405,5 @@ class LowestTimes(CostModel):
         prices, frozen, fitted = self.costs.prices, self.costs.frozen, self.costs.fitted
         costs = prices.price(features)
         if frozen:
-            costs = frozen.bound(costs, prices.price(features.with_recompute("none")))
-        return fitted.bound(costs, features.recompute) if fitted else costs
+            costs = frozen.bind(costs, prices.price(features.with_recompute("none")))
+        return fitted.bind(costs, features.recompute) if fitted else costs

@@ -22,7 +22,7 @@ from dynapipe_ext.batch.topology import (
 )
 from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
 from dynapipe_ext.costs.blocks import BlockAttention
-from dynapipe_ext.costs.codec import fields_to_json, from_json
+from dynapipe_ext.costs.codec import dump_fields, from_json
 from dynapipe_ext.costs.features import Features, Kinds, PiecePositions, split_kinds
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray
@@ -39,7 +39,7 @@ from dynapipe_ext.costs.model import (
     make_growing_times,
     scale_bytes,
 )
-from dynapipe_ext.costs.states import ADAM_MOMENTS, StateRecipe, States, check_states, checked_topology, count_states
+from dynapipe_ext.costs.states import ADAM_MOMENTS, StateRecipe, States, check_states, check_topology, count_states
 from dynapipe_ext.errors import ConfigError, PlanError, check_integer, settle_field_types, short
 from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
 
@@ -124,8 +124,8 @@ class AnalyticCosts(CostModel):
 
     Time of an action = `overhead_ns` + layers x `layer_overhead_ns` + FLOPs / `flops_per_s` (the rate the device
     reaches, not its peak; it stands for tensor-parallel communication too). Per token a layer's matrix products take 2
-    FLOPs per weight, attention over rows of length L takes 4 q L^2 with heads of q values in all, half of it where the
-    kernel skips what the causal mask hides (`flash`); backward is twice forward, plus what is recomputed: the layers
+    FLOPs per weight. Attention over rows of length L takes 4 q L^2 with heads of q values in all, or half of it if the
+    kernel skips what the causal mask hides (`flash`). Backward is twice forward, plus what is recomputed: the layers
     (full), core attention (selective) or all of the stage. W of a split backward is one forward's worth of matrix
     products, or nothing if layers or stages are recomputed: what that brings back is not kept until W. Tensor
     parallelism divides everything.
@@ -134,7 +134,7 @@ class AnalyticCosts(CostModel):
     Either half takes its own FLOPs, half of `layer_overhead_ns`, and keeps its own activations.
 
     Stored bytes follow Korthikanti et al. 2022 (sec. 4, table 2) for values of any size: norm inputs, matrix inputs,
-    q, k, v, the scores unless `flash`, masks under `dropout`; the last stage adds the final norm, the head's input and
+    q, k, v, the scores unless `flash`, masks under `dropout`. The last stage adds the final norm, the head's input and
     fp32 logits. `working_bytes` is the larger of one layer's recomputed activations with the gradient of its widest
     value, and the logits once more as values. With `split_backward` stored bytes are at least what I keeps
     until W: inputs and output gradients of matrix products, gathered where the sequence is divided.
@@ -145,8 +145,8 @@ class AnalyticCosts(CostModel):
     train keep fewer inputs. A recomputed layer keeps its whole input, however little it keeps else.
 
     With `head_slice` there are prices for kinds of recomputation whose head is in slices of this many positions
-    (`chunked_head_bytes`). B computes the product again, slice by slice, and all weight gradients at once, which leaves
-    W none. Two fp32 numbers per position are kept in the place of logits.
+    (`count_chunked_head_bytes`). B computes the product again, slice by slice, and all weight gradients at once, which
+    leaves W none. Two fp32 numbers per position are kept in the place of logits.
 
     Experts: `capacity_factor` 0 is dropless; above 0 every expert computes its capacity, ceil(capacity_factor x top_k x
     tokens / num_experts) rows, padded up to it or dropping what is above. Tokens are spread evenly, so `ep` replicas
@@ -215,7 +215,7 @@ class AnalyticCosts(CostModel):
         if self.has_decoder:
             self._check_pairs()
         else:
-            checked_topology(self.architecture, self.topology, self.ep)
+            check_topology(self.architecture, self.topology, self.ep)
         if type(self.head_slice) is not int or self.head_slice < 0:
             raise ConfigError(f"head_slice is {self.head_slice} but must be positions, from 1 on, or 0 for whole heads")
         check_states(self.state_recipe, self.zero_stage, self.offload)
@@ -312,13 +312,13 @@ class AnalyticCosts(CostModel):
     def at_width(self, width: int) -> AnalyticCosts:
         return replace(self, topology=self.topology.at_width(width))
 
-    def recount(self, change: Callable[[AnalyticCosts], AnalyticCosts]) -> AnalyticCosts:
+    def change_analytic(self, change: Callable[[AnalyticCosts], AnalyticCosts]) -> AnalyticCosts:
         return change(self)
 
     def with_exact_sums(self, value_bytes: int) -> AnalyticCosts:
         return replace(self, exact_sums=True)
 
-    def floor(
+    def get_floor(
         self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None
     ) -> GrowingTimes | None:
         """Return the floor of a decoder-only model: attention across two sides does not grow by tokens and squares."""
@@ -356,7 +356,7 @@ class AnalyticCosts(CostModel):
         refused |= longest > self.architecture.max_seq_len
         return refused
 
-    def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
+    def count_head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Return stored bytes of the final norm, the head and its logits on every stage, shape (S, M)."""
         layers = (self._measured_adapters or self).layer_bytes_factor
         without = replace(self, layer_bytes_factor=layers, head_bytes_factor=0.0, measured_adapters=None)
@@ -369,7 +369,7 @@ class AnalyticCosts(CostModel):
         full, selective = recompute == "full", recompute == "selective"
         group, rank = features.positions, -(-features.positions // width)
         heads, tokens = topology.head_stages, rank[int(self.has_decoder)]
-        in_chunks = self.chunks_head(asks_chunks, tokens)
+        in_chunks = self.needs_chunks(asks_chunks, tokens)
         has_head = np.arange(self.num_stages)[:, None] >= heads.start
         head = has_head * (2 * a.vocab_size * a.hidden_size // topology.tp // len(heads) * group[int(self.has_decoder)])
         on_stages = self._lay_on_stages(group, rank, full, selective)
@@ -382,7 +382,7 @@ class AnalyticCosts(CostModel):
         decodes = np.cumsum(on_stages.num_decoder)[:-1, None] > 0
         sent = self._split(values * a.hidden_size * rank[0]) + decodes * self._split(values * a.hidden_size * rank[1])
         sent = sent + (has_head[:-1] * HEAD_MESSAGE_BYTES) * tokens
-        links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
+        links = self.links or Links.make_uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
         halves = on_stages.halves + (has_head if len(heads) > 1 else 0)
         overhead_ns = self.overhead_ns + halves * self.layer_overhead_ns // 2
         costs = MicroBatchCosts(
@@ -499,8 +499,8 @@ class AnalyticCosts(CostModel):
     ) -> MicroBatchCosts:
         """Add what the pieces of a sample, all among these micro-batches, keep for one another in every layer.
 
-        Its keys and values lie in a buffer from the first piece's F to its B, which is the last, and so do the sums in
-        fp32 of the gradients that pieces give to the positions before them. A layer then keeps no others, and has
+        Its keys and values are in a buffer from the first piece's F to its B, which is the last. So are the fp32 sums
+        of the gradients that pieces give to the positions before them. A layer then keeps no others, and has
         gradients of all positions so far while it runs.
         """
         values = self.activation_bytes_per_value
@@ -510,7 +510,7 @@ class AnalyticCosts(CostModel):
         copied = 0 if self._width == 1 else np.floor(self._block.copied_values * positions.own).astype(np.int64)
         keeps_own = (recompute == "none") | (recompute == "selective")
         in_buffers = values * (a_position * own + copied)
-        stored = kept_values * positions.kept_bytes(values) - keeps_own * in_buffers
+        stored = kept_values * positions.count_kept_bytes(values) - keeps_own * in_buffers
         again = (recompute == "stage") * in_buffers
         gradients = kept_values * values * positions.joined
         return replace(
@@ -571,7 +571,7 @@ class AnalyticCosts(CostModel):
     def _count_head_bytes(self, tokens: IntArray, in_chunks: BoolArray) -> tuple[IntArray, IntArray]:
         """Return what the final norm and the head of every stage keep of a rank's tokens, and need while they run."""
         heads, values, h = self.topology.head_stages, self.activation_bytes_per_value, self.architecture.hidden_size
-        logits, (kept_in_chunks, working_in_chunks) = tokens * self._head_columns, self.chunked_head_bytes(tokens)
+        logits, (kept_in_chunks, working_in_chunks) = tokens * self._head_columns, self.count_chunked_head_bytes(tokens)
         num_inputs = 1 + (np.arange(self.num_stages)[:, None] == heads.start)  # the norm's and the head's
         kept_bytes: IntArray = num_inputs * self._split(values * h * tokens)
         kept_bytes = kept_bytes + np.where(in_chunks, kept_in_chunks, 4 * logits)
@@ -586,21 +586,21 @@ class AnalyticCosts(CostModel):
         """Columns of the vocabulary on one rank."""
         return self.architecture.vocab_size // self.topology.tp // len(self.topology.head_stages)
 
-    def chunks_head(self, asked: BoolArray, positions: IntArray) -> BoolArray:
+    def needs_chunks(self, asks_chunks: BoolArray, positions: IntArray) -> BoolArray:
         """Return which of the micro-batches that ask for a chunked head have more positions than one slice. Raises
         PlanError if costs have no price for any."""
-        if asked.any() and not self.head_slice:
+        if asks_chunks.any() and not self.head_slice:
             raise PlanError(
                 'these costs have no price for a head in slices: give recompute "none", "selective", "full" or'
                 ' "stage", or counted costs with head_slice'
             )
-        return asked & (positions > self.head_slice)
+        return asks_chunks & (positions > self.head_slice)
 
-    def chunked_head_bytes(self, positions: IntArray) -> tuple[IntArray, IntArray]:
+    def count_chunked_head_bytes(self, positions: IntArray) -> tuple[IntArray, IntArray]:
         """Return what a chunked head keeps in the place of logits, and what it needs while it runs.
 
-        That is a slice's logits in fp32 and as values, the weight's gradient (of 16-bit weights added up
-        in fp32) with a slice's own, and the gradient of the head's input, which sequence parallelism also gathers.
+        It needs a slice's logits in fp32 and as values, and the weight's gradient (of 16-bit weights added up in fp32)
+        with a slice's own. It also needs the gradient of the head's input, which sequence parallelism gathers, too.
         """
         values, h = self.activation_bytes_per_value, self.architecture.hidden_size
         slice_bytes = (4 + values) * self._head_columns * (np.minimum(positions, self.head_slice) + h)
@@ -645,7 +645,7 @@ class AnalyticCosts(CostModel):
             num_moments=self.num_moments,
         )
 
-    def static_bytes(self) -> IntArray:
+    def count_static_bytes(self) -> IntArray:
         """Return the bytes of weights, gradients and optimizer states of one rank of every stage."""
         return self.states.device.total
 
@@ -653,8 +653,8 @@ class AnalyticCosts(CostModel):
         """Return the costs as JSON. Files of encoder-decoders leave out, at their defaults, the fields that files of
         decoder-only models have, and describe the architecture with its defaults."""
         if not self.has_decoder:
-            return {"kind": "analytic", **fields_to_json(self, _LATER)}
-        raw = {"kind": "encoder-decoder", **fields_to_json(self, (*_LATER, *_NOT_OF_PAIRS))}
+            return {"kind": "analytic", **dump_fields(self, _LATER)}
+        raw = {"kind": "encoder-decoder", **dump_fields(self, (*_LATER, *_NOT_OF_PAIRS))}
         raw["architecture"] = asdict(self.architecture)
         return raw if raw.pop("overhead_ns") == 0 else raw | {"overhead_ns": self.overhead_ns}
 

@@ -43,7 +43,7 @@ class Device:
     has_host: bool = True  # a host has memory in addition to its own
 
 
-def _device(name: str, peaks: tuple[float, float], **figures: float | str | bool) -> Device:
+def _make_device(name: str, peaks: tuple[float, float], **figures: float | str | bool) -> Device:
     sixteen, wide = peaks
     return Device(
         name=name,
@@ -58,7 +58,7 @@ def _device(name: str, peaks: tuple[float, float], **figures: float | str | bool
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        _device(
+        _make_device(
             "a100",
             (312e12, 19.5e12),
             efficiency=0.6,
@@ -69,7 +69,7 @@ DEVICES: Mapping[str, Device] = {
             host_bytes_per_s=25e9,
             source="NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, 2,039 GB/s, NVLink 600 GB/s both ways, PCIe 4 x16",
         ),
-        _device(
+        _make_device(
             "h100",
             (989.4e12, 66.9e12),
             efficiency=0.5,
@@ -80,7 +80,7 @@ DEVICES: Mapping[str, Device] = {
             host_bytes_per_s=50e9,
             source="NVIDIA H100 SXM data sheet: 989.4 TFLOP/s, 3.35 TB/s, NVLink 900 GB/s both ways, PCIe 5 x16",
         ),
-        _device(
+        _make_device(
             "h200",
             (989.4e12, 66.9e12),
             efficiency=0.5,
@@ -91,7 +91,7 @@ DEVICES: Mapping[str, Device] = {
             host_bytes_per_s=50e9,
             source="NVIDIA H200 SXM data sheet: 989.4 TFLOP/s, 4.8 TB/s, NVLink 900 GB/s both ways, PCIe 5 x16",
         ),
-        _device(
+        _make_device(
             "cpu",
             (50e9, 50e9),
             efficiency=1.0,
@@ -149,8 +149,8 @@ class Cluster:
             raise ConfigError(f"efficiency is {self.efficiency:g} but is a share of the peak rate: give 0 to 1")
 
     @classmethod
-    def of(cls, device: Device, *, nodes: int = 1, gpus_per_node: int = 8, **changed: float | None) -> Cluster:
-        """Return a cluster of this device, with its published figures unless `changed` has another value than None."""
+    def from_device(cls, device: Device, *, nodes: int = 1, gpus_per_node: int = 8, **changed: float | None) -> Cluster:
+        """Return a cluster of this device, with its published figures unless `changed` gives a value."""
         figures = {name: getattr(device, "memory_gb" if name == "gpu_memory_gb" else name) for name in _PUBLISHED}
         figures |= {name: float(value) for name, value in changed.items() if value is not None}
         return cls(device=device, nodes=nodes, gpus_per_node=gpus_per_node, **figures)
@@ -184,7 +184,7 @@ class Cluster:
     def group_link(self, stride: int, size: int) -> Link:
         """Return the slowest link of a ring over `size` ranks `stride` apart, starting at a multiple of their span.
 
-        >>> cluster = Cluster.of(DEVICES["a100"], nodes=2, gpus_per_node=8)
+        >>> cluster = Cluster.from_device(DEVICES["a100"], nodes=2, gpus_per_node=8)
         >>> [cluster.group_link(s, n).bytes_per_s / 1e9 for s, n in ((1, 8), (4, 2), (8, 2), (1, 3))]
         [300.0, 300.0, 25.0, 25.0]
         """

@@ -23,10 +23,10 @@ def to_json(value: Any) -> Any:
         case list() | tuple():
             return [to_json(one) for one in value]
         case _:
-            return fields_to_json(value) if is_dataclass(value) else value
+            return dump_fields(value) if is_dataclass(value) else value
 
 
-def fields_to_json(value: Any, later: Collection[str] = (), *, skip: Collection[str] = ()) -> dict[str, Any]:
+def dump_fields(value: Any, later: Collection[str] = (), *, skip: Collection[str] = ()) -> dict[str, Any]:
     """Return the fields of a dataclass as JSON, without those of later versions that have their default: those in
     `later`, and in LATER_FIELDS of the class."""
     later = {*later, *getattr(value, "LATER_FIELDS", ())}
@@ -39,14 +39,14 @@ def fields_to_json(value: Any, later: Collection[str] = (), *, skip: Collection[
 
 
 def from_json(kind: type[Value], raw: Mapping[str, Any]) -> Value:
-    """Return the dataclass that `fields_to_json` wrote. Raises KeyError, TypeError or ValueError for other content."""
+    """Return the dataclass that `dump_fields` wrote. Raises KeyError, TypeError or ValueError for other content."""
     owner: Any = kind
-    kinds = _field_kinds(owner)
+    kinds = _list_field_kinds(owner)
     return kind(**{name: _read(kinds.get(name), value) for name, value in raw.items()})
 
 
 @cache
-def _field_kinds(kind: Any) -> dict[str, Any]:
+def _list_field_kinds(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 

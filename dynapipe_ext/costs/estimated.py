@@ -58,7 +58,7 @@ class EstimatedCosts(CostModel):
     """A `CostModel` of any family: what `base` counts, plus what happens between ranks.
 
     Tensor parallel ranks sum two activations per layer in each direction (a decoder layer of T5 three; Megatron-LM,
-    Shoeybi et al. 2019, sec. 3), rings of 2 (t - 1) / t times the bytes; recomputing layers or stages sums those of
+    Shoeybi et al. 2019, sec. 3), as rings of 2 (t - 1) / t times the bytes. Recomputed layers or stages sum those of
     forwards again. Experts exchange tokens twice per layer and direction. From ZeRO stage 2 on a backward also scatters
     its gradients and at stage 3 weights are gathered for every forward and backward; these overlap with the work, so
     the longer of both counts. Context-parallel ranks are the groups of a step of that degree: `base` counts one of them
@@ -119,7 +119,7 @@ class EstimatedCosts(CostModel):
         counts: IntArray = self.base.stage_layers.sum(axis=1)
         return counts
 
-    def of_ranks(self, of_stages: npt.NDArray[Any], join: np.ufunc = np.add) -> npt.NDArray[Any]:
+    def join_stages(self, of_stages: npt.NDArray[Any], join: np.ufunc = np.add) -> npt.NDArray[Any]:
         """Join the values of each pipeline rank's stages, along the first axis."""
         joined: npt.NDArray[Any] = np.zeros((self.topology.pp, *of_stages.shape[1:]), of_stages.dtype)
         join.at(joined, list(self.topology.stage_ranks), of_stages)
@@ -142,23 +142,23 @@ class EstimatedCosts(CostModel):
             forward_ns=np.maximum(costs.forward_ns + forward_ns, gather_ns),
             backward_ns=np.maximum(costs.backward_ns + backward_ns, gather_ns + scatter_ns),
             stored_bytes=stored,
-            working_bytes=working + self.states.buffers[:, None] + self.message_bytes(costs),
+            working_bytes=working + self.states.buffers[:, None] + self.count_message_bytes(costs),
             static_bytes=self.states.device.total,
         ).refuse(costs.infeasible)
 
-    def message_bytes(self, costs: MicroBatchCosts) -> IntArray:
+    def count_message_bytes(self, costs: MicroBatchCosts) -> IntArray:
         """Return the bytes of message buffers on every stage: two per direction on either side."""
         padded = np.zeros((self.num_stages + 1, costs.num_micro_batches), np.int64)
         padded[1:-1] = costs.transfer_bytes
         either: IntArray = 4 * np.maximum(padded[:-1], padded[1:])
         return either
 
-    def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
+    def count_head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Return the part of each stage's stored bytes that is the head's: norm, logits; shape (S, M)."""
         if not self.plain:
-            return self.base.head_bytes(micro_batches)
+            return self.base.count_head_bytes(micro_batches)
         is_last = np.arange(self.num_stages)[:, None] == self.num_stages - 1
-        return np.asarray(is_last * self.plain.head_bytes(micro_batches))
+        return np.asarray(is_last * self.plain.count_head_bytes(micro_batches))
 
     def _time_collectives(
         self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]
@@ -223,7 +223,7 @@ def _time_ring(link: Link, size: int, num_bytes: Any, *, times: int = 1, count: 
     return num_bytes * (times * (size - 1) / size * 1e9 / link.bytes_per_s) + count * float(link.latency_ns)
 
 
-def ring_s(num_bytes: float, link: Link, size: int, *, times: int = 1) -> float:
+def time_ring_s(num_bytes: float, link: Link, size: int, *, times: int = 1) -> float:
     """Return the seconds of one collective over `size` ranks, as `_time_ring` counts it."""
     return _time_ring(link, size, num_bytes, times=times) / 1e9 if size > 1 and num_bytes else 0.0
 

@@ -60,7 +60,7 @@ class PiecePositions:
         """Positions of the sample before the piece."""
         return self.joined - self.own
 
-    def kept_bytes(self, value_bytes: int) -> IntArray:
+    def count_kept_bytes(self, value_bytes: int) -> IntArray:
         """Return the bytes kept for one key or value per position: sample buffers, and sums of gradients."""
         kept_bytes: IntArray = value_bytes * self.buffered + SUM_BYTES * self.summed
         return kept_bytes

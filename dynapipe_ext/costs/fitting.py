@@ -18,7 +18,7 @@ from dynapipe_ext.costs.adjustments import (
     TimeCorrection,
     adjust,
     correct_times,
-    fitted_times,
+    find_fitted_times,
     make_correction_terms,
 )
 from dynapipe_ext.costs.model import CostModel
@@ -58,7 +58,7 @@ def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> CostModel:
             if of_kind := OF_KIND.get((action.letter, action.recompute)):
                 alike[action.stage, of_kind].append(action)
     fits = {key: _fit(same) for key, same in alike.items() if key[1] in LETTERS or len(same) >= _ENOUGH}
-    earlier = fitted_times(costs)
+    earlier = find_fitted_times(costs)
     before: Sequence[StageCorrections] = earlier.corrections if earlier else ({},) * costs.num_stages
     corrections = tuple(
         {**stage, **{name: fits[s, name] for name in CORRECTED if (s, name) in fits}} for s, stage in enumerate(before)

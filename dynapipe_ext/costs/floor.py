@@ -57,7 +57,9 @@ class SamplePlace:
     longer: tuple[_Weights, _Weights]
     outside: BoolArray
 
-    def mix(self, values: FloatArray, encoder_is_longer: bool = False, decoder_is_longer: bool = False) -> FloatArray:
+    def interpolate(
+        self, values: FloatArray, encoder_is_longer: bool = False, decoder_is_longer: bool = False
+    ) -> FloatArray:
         """Interpolate (Q, E, D) at the samples' own lengths, or take the first longer point of a side: (Q, n)."""
         encoder = (self.longer if encoder_is_longer else self.between)[0]
         decoder = (self.longer if decoder_is_longer else self.between)[1]
@@ -80,7 +82,7 @@ class PointTable:
     longer: tuple[tuple[FloatArray, FloatArray], tuple[FloatArray, FloatArray]]
 
     @classmethod
-    def of(cls, values: FloatArray, num_rows: int) -> PointTable:
+    def from_values(cls, values: FloatArray, num_rows: int) -> PointTable:
         """Make the table of `values` (K x R, E, D), without numbers of rows if fewer rows under the same recomputation
         are nowhere above them: their minimum is never needed."""
         numbers: list[int] = []
@@ -96,12 +98,12 @@ class PointTable:
         some, longer = values[numbers], extend(values[numbers], 1)
         return cls(some, np.array(numbers), ((some, extend(some, 2)), (longer, extend(longer, 2))))
 
-    def least(self, place: SamplePlace, fits: BoolArray | None) -> FloatArray:
+    def find_min(self, place: SamplePlace, fits: BoolArray | None) -> FloatArray:
         """Return the minimum, (n,), over all shapes that hold each sample, with numbers of rows that `fits` (K x R, n).
 
         If one side is longer, the minimum is bounded by those at the other side's two points.
         """
-        best = np.min([place.mix(self.longer[i][j], bool(i), bool(j)) for i in (0, 1) for j in (0, 1)], axis=0)
+        best = np.min([place.interpolate(self.longer[i][j], bool(i), bool(j)) for i in (0, 1) for j in (0, 1)], axis=0)
         if fits is not None:
             best = np.where(fits[self.rows_of], best, NEVER_NS)
         return np.where(place.outside, NEVER_NS, best.min(axis=0))
@@ -109,7 +111,7 @@ class PointTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePoints:
-    """Times at every measured point, NEVER_NS where it cannot run; between points they are multilinear, and at fixed
+    """Times at every measured point, NEVER_NS if it cannot run; between points they are multilinear, and at fixed
     lengths time over rows is monotone between them. So minima over shapes are minima over points, with a sample's own
     lengths among these (`batch_floor` has the argument). Ranks share equal tables of work: `work_of` says which.
 
@@ -122,7 +124,7 @@ class TablePoints:
     work: tuple[PointTable, ...]  # F + B of one row on a rank
     work_of: tuple[int, ...]
     head: tuple[PointTable, ...]  # F upstream of a rank
-    tail: tuple[PointTable, ...]  # B upstream of a rank; 0 where backwards are split
+    tail: tuple[PointTable, ...]  # B upstream of a rank; 0 if backwards are split
     chain: PointTable  # of a whole micro-batch
     chain_of_row: PointTable
     attended_ns: tuple[float, ...] | None  # of F + B on a rank, a position of a piece with each before it
@@ -153,7 +155,7 @@ class TablePoints:
         steps = np.diff(self.rows, append=np.inf) == 1
         allowed: BoolArray | None = None
         for num_bytes, static in self.needed:
-            held = place.mix(num_bytes).reshape(-1, num_rows, len(place.outside))
+            held = place.interpolate(num_bytes).reshape(-1, num_rows, len(place.outside))
             below = (held <= limit_bytes - static + _ROUNDING_BYTES).sum(axis=1)  # rows only make it grow
             reach = np.where((below == 0) | steps[np.maximum(0, below - 1)], below, below + 1)
             within_reach = np.arange(num_rows)[:, None] < reach[:, None]

@@ -27,17 +27,17 @@ INFEASIBLE = (
 class Grid:
     """Columns of measured values over a rectangular grid of points.
 
-    `axes`: ascending coordinates, one array an axis; `values`: shape (num_columns, points in row-major order); `known`:
-    shape (points,), False if nothing was measured (the values there are 0 and must not be used). `share_of_bytes`:
-    the part of the columns in MB that counts, where the grid is of a part of the measured layer. (a, b, c, d) stands
-    for (a + b L) / (c + d L), where L is the shape's coordinate on the second axis; so it is exact between points too,
+    `axes`: ascending coordinates, one array per axis; `values`: shape (num_columns, points in row-major order).
+    `is_measured`: shape (points,); if it is False, the value is 0 and must not be used. `share_of_bytes`: the part
+    of the columns in MB that counts, if the grid is of a part of the measured layer. (a, b, c, d) stands for
+    (a + b L) / (c + d L), where L is the shape's coordinate on the second axis; so it is exact between points too,
     although it is not linear.
     """
 
     columns: tuple[str, ...]
     axes: tuple[FloatArray, ...]
     values: FloatArray
-    known: BoolArray
+    is_measured: BoolArray
     share_of_bytes: tuple[float, float, float, float] | None = None
 
     @classmethod
@@ -48,23 +48,25 @@ class Grid:
             raise DataError(f"a cost grid of {', '.join(columns) or 'no columns'} has no points: measure at least one")
         axes = tuple(np.array(sorted(set(axis)), np.float64) for axis in zip(*points, strict=True))
         shape = tuple(len(axis) for axis in axes)
-        values, known = np.zeros((len(columns), *shape)), np.ones((len(columns), *shape), bool)
+        values, is_measured = np.zeros((len(columns), *shape)), np.ones((len(columns), *shape), bool)
         for column, table in enumerate(columns.values()):
-            known[column] = False
+            is_measured[column] = False
             for point, value in table.items():
                 if not np.isfinite(value) or value < 0:
                     raise DataError(f"cost {value} at grid point {point} is not a finite, non-negative number")
                 index = tuple(int(np.searchsorted(axis, x)) for axis, x in zip(axes, point, strict=True))
-                values[(column, *index)], known[(column, *index)] = value, True
-        return cls(tuple(columns), axes, values.reshape(len(columns), -1), known.all(axis=0).reshape(-1))
+                values[(column, *index)], is_measured[(column, *index)] = value, True
+        return cls(tuple(columns), axes, values.reshape(len(columns), -1), is_measured.all(axis=0).reshape(-1))
 
-    def at(self, coordinates: Sequence[FloatArray]) -> tuple[FloatArray, BoolArray]:
+    def interpolate(self, coordinates: Sequence[FloatArray]) -> tuple[FloatArray, BoolArray]:
         """Interpolate columns, shape (num_columns, num_shapes), and tell which shapes rest on measured points only.
 
         Below the grid the smallest coordinate counts; above it, and if a missing corner carries weight, the answer
         is not known. Every operation is done in one fixed order, so all machines get the same bits.
         """
-        total, in_table = native.interpolate(self.axes, self.values, self.known, np.array(coordinates, np.float64))
+        total, in_table = native.interpolate(
+            self.axes, self.values, self.is_measured, np.array(coordinates, np.float64)
+        )
         if self.share_of_bytes:
             a, b, c, d = self.share_of_bytes
             share = (a + b * coordinates[1]) / (c + d * coordinates[1])
@@ -77,7 +79,7 @@ class Grid:
             "axes": [[int(x) for x in axis] for axis in self.axes],
             **({"share_of_bytes": list(self.share_of_bytes)} if self.share_of_bytes else {}),
             "columns": {
-                name: [float(v) if ok else None for v, ok in zip(row, self.known, strict=True)]
+                name: [float(v) if ok else None for v, ok in zip(row, self.is_measured, strict=True)]
                 for name, row in zip(self.columns, self.values, strict=True)
             },
         }

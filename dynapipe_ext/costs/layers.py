@@ -63,7 +63,7 @@ def price_layer(grid: Grid | None, places: FloatArray) -> tuple[FloatArray, Bool
     there is none of; and what is known."""
     prices, in_table = np.zeros((len(_PRICES), places.shape[1])), np.ones(places.shape[1], bool)
     if grid:
-        values, in_table = grid.at(list(places))
+        values, in_table = grid.interpolate(list(places))
         prices[[_PRICES.index(name) for name in grid.columns]] = values
     return prices, in_table
 

@@ -57,7 +57,7 @@ class Links:
         check_integer("ranks_per_node", self.ranks_per_node, least=1)
 
     @classmethod
-    def uniform(cls, link: Link) -> Links:
+    def make_uniform(cls, link: Link) -> Links:
         """Use one kind of link everywhere."""
         return cls(intra=link, inter=link, ranks_per_node=1)
 
@@ -86,7 +86,7 @@ class Links:
             for tp_rank in range(topology.tp)
         )
 
-    def boundaries(self, topology: Topology) -> tuple[Link | None, ...]:
+    def list_boundaries(self, topology: Topology) -> tuple[Link | None, ...]:
         """List the link between stages s and s + 1; None if both are on one rank."""
         return tuple(
             None if a == b else self.inter if self.crosses_nodes(topology, a, b) else self.intra
@@ -97,6 +97,6 @@ class Links:
         """Return times over every boundary, shape (S - 1, M), of bytes of that shape; 0 between stages of one rank."""
         rows = [
             np.zeros_like(row) if link is None else link.transfer_ns(row)
-            for link, row in zip(self.boundaries(topology), num_bytes, strict=True)
+            for link, row in zip(self.list_boundaries(topology), num_bytes, strict=True)
         ]
         return np.array(rows, np.int64).reshape(num_bytes.shape)

@@ -63,7 +63,7 @@ class BlockTimes:
             tax=round(min(max(0.0, tax), _MOST_TAX), 4),
         )
 
-    def errors(self, width: int) -> FloatArray:
+    def find_errors(self, width: int) -> FloatArray:
         """Return |fitted - measured| / measured of every exchange."""
         block = self.block(width)
         pairs = ((block.even, self.even_s), (block.gathered, self.gathered_s))
@@ -105,6 +105,6 @@ def describe_blocks(blocks: Mapping[int, BlockTimes]) -> list[str]:
         one = times.block(width)
         links = (("exchange", one.even), ("gathering", one.gathered))
         words = [f"{name} {link.latency_ns / 1e3:.0f} us + {link.bytes_per_s / 1e9:.2f} GB/s" for name, link in links]
-        error = 100 * float(times.errors(width).mean())
+        error = 100 * float(times.find_errors(width).mean())
         lines.append(f"width {width}: {', '.join(words)} (fits off by {error:.0f} %), tax {100 * one.tax:.0f} %")
     return lines

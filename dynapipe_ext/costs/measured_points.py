@@ -21,7 +21,7 @@ _MORE_ROWS = (*range(1, 16), 20, 24, 28, 40, 48, 56)
 
 
 @lru_cache(maxsize=8)
-def table_points(table: CostTable, stage_ranks: tuple[int, ...], split: bool, least: ShapePricer | None) -> TablePoints:
+def make_points(table: CostTable, stage_ranks: tuple[int, ...], split: bool, least: ShapePricer | None) -> TablePoints:
     """Return the points of a table, with times priced by `least` if given; they depend on no batch and are cached."""
     axes = _merge_axes(table)
     shape = tuple(map(len, axes))
@@ -34,7 +34,7 @@ def table_points(table: CostTable, stage_ranks: tuple[int, ...], split: bool, le
         work = [(forward[own] + backward[own]).sum(axis=0) / rows for own in ranks]
         head = [forward[: own[0]].sum(axis=0) for own in ranks]
         tail = [backward[: 0 if split else own[0]].sum(axis=0) for own in ranks]
-        chain = priced.chain_ns(split=split)
+        chain = priced.sum_chain_ns(split=split)
         running = _list_running_bytes(table, recompute, points)
         parts = [*priced.stored_bytes.astype(np.float64), *(part for stage in running for part in stage)]
         for tables, columns in ((times, [*work, *head, *tail, chain, chain / rows]), (held, parts)):
@@ -48,8 +48,8 @@ def table_points(table: CostTable, stage_ranks: tuple[int, ...], split: bool, le
     values = np.concatenate(times, axis=1)
     works = [table_of_rank.tobytes() for table_of_rank in values[: len(ranks)]]
     distinct = list(dict.fromkeys(works))  # ranks with equal work share a table
-    work = [PointTable.of(values[works.index(one)], shape[0]) for one in distinct]
-    ends = [PointTable.of(of_end, shape[0]) for of_end in values[len(ranks) :]]
+    work = [PointTable.from_values(values[works.index(one)], shape[0]) for one in distinct]
+    ends = [PointTable.from_values(of_end, shape[0]) for of_end in values[len(ranks) :]]
     layers = table.stage_attentions()
     return TablePoints(
         rows=axes[0],
@@ -60,7 +60,7 @@ def table_points(table: CostTable, stage_ranks: tuple[int, ...], split: bool, le
         tail=tuple(ends[len(ranks) : -2]),
         chain=ends[-2],
         chain_of_row=ends[-1],
-        attended_ns=table.pieces.attended_ns(layers, stage_ranks, table.topology.width) if table.pieces else None,
+        attended_ns=table.pieces.find_attended_ns(layers, stage_ranks, table.topology.width) if table.pieces else None,
         needed=tuple(needed.values()),
         has_decoder=table.has_decoder,
     )
@@ -85,7 +85,7 @@ def _list_running_bytes(
     kinds: tuple[LayerKind, ...] = ("encoder", *HALVES, "decoder")
     for kind in kinds:
         if grid := table.grids.get((recompute_of_layers(recompute), kind)):
-            values = 1e6 / table.topology.width * grid.at(list(points[: len(grid.axes)]))[0]
+            values = 1e6 / table.topology.width * grid.interpolate(list(points[: len(grid.axes)]))[0]
             stored[kind], peak[kind] = (values[grid.columns.index(name)] for name in COLUMNS[2:])
     stages = []
     for (num_encoder, num_decoder), halves in zip(table.stage_layers(), table.stage_halves(), strict=True):

@@ -26,19 +26,19 @@ class MeasuringTime:
     _largest: dict[str, tuple[float, float]] = field(default_factory=dict)  # by what: work, seconds of a run
     _slower: dict[str, float] = field(default_factory=dict)  # by what: seconds taken over those expected
 
-    def took(self, what: str, micro_batches: Sequence[MicroBatch], run_s: float, taken_s: float) -> None:
+    def record(self, what: str, micro_batches: Sequence[MicroBatch], run_s: float, taken_s: float) -> None:
         """Record a measurement: it took `taken_s`, and one forward with its backward `run_s`."""
         self._slower[what] = max(self._slower.get(what, 1.0), taken_s / max(_LEAST_S, _RUNS * run_s))
         self._largest[what] = max(self._largest.get(what, (0.0, 0.0)), (self._work(micro_batches), run_s))
 
-    def expected_s(self, what: str, micro_batches: Sequence[MicroBatch]) -> float:
+    def expect_s(self, what: str, micro_batches: Sequence[MicroBatch]) -> float:
         """Estimate seconds by the measurement of most work; 0 before the first one.
 
         >>> from dynapipe_ext.batch.micro_batches import SampleLength
         >>> row = lambda n: [MicroBatch((SampleLength(0, n),))]
         >>> spent = MeasuringTime(0.0, 100.0, 100, lambda answer: answer)
-        >>> spent.took("layer", row(100), run_s=0.1, taken_s=3.0)
-        >>> [round(spent.expected_s("layer", row(n)), 2) for n in (10, 100, 200)]
+        >>> spent.record("layer", row(100), run_s=0.1, taken_s=3.0)
+        >>> [round(spent.expect_s("layer", row(n)), 2) for n in (10, 100, 200)]
         [3.0, 3.0, 5.49]
         """
         if what not in self._largest:

@@ -32,8 +32,8 @@ class MicroBatchCosts:
     """Costs of M micro-batches on S stages. Integers only, so that plans are the same on every machine.
 
     Arrays of shape (S, M): `forward_ns`, `backward_ns` (the full backward, recomputation included),
-    `weight_ns` (the share of `backward_ns` that a split backward can put off: B = I + W),
-    `stored_bytes` (held from F to B, or to W if split), `working_bytes` (the extra while one layer runs).
+    `weight_ns` (the share of `backward_ns` that a split backward can put off: B = I + W).
+    Also (S, M): `stored_bytes` (held from F to B, or to W if split), `working_bytes` (the extra while one layer runs).
     Shape (S - 1, M): `transfer_ns` and `transfer_bytes` over the boundary between stages s and s + 1, either direction.
     Shape (S,): `static_bytes` (weights, gradients, optimizer states). `working_in`: the actions that need the working
     bytes, "FBI", or "F" if only forwards were measured.
@@ -62,7 +62,7 @@ class MicroBatchCosts:
         """The input-gradient share I of a split backward."""
         return self.backward_ns - self.weight_ns
 
-    def chain_ns(self, *, split: bool) -> npt.NDArray[np.float64]:
+    def sum_chain_ns(self, *, split: bool) -> npt.NDArray[np.float64]:
         """Return the time of F down, then of B, or I, back up to stage 0, where W has to follow: (M,)."""
         forward = self.forward_ns.sum(axis=0).astype(np.float64)
         if not split:
@@ -81,7 +81,7 @@ class MicroBatchCosts:
         tables: dict[str, Any] = {name: np.where(refused, INFEASIBLE, getattr(self, name)) for name in _REFUSED}
         return replace(self, **tables)
 
-    def digest(self) -> tuple[object, ...]:
+    def compute_digest(self) -> tuple[object, ...]:
         """Return a value that is equal for equal costs."""
         values = (getattr(self, field.name) for field in fields(self))
         return tuple((v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for v in values)
@@ -112,7 +112,7 @@ class MicroBatchCosts:
             working_bytes=working,
         )
 
-    def forwards(self) -> MicroBatchCosts:
+    def drop_backwards(self) -> MicroBatchCosts:
         """Return forward-only costs: no backward follows, and what F stores it needs while it runs."""
         zeros = np.zeros_like(self.forward_ns)
         return replace(
@@ -146,16 +146,16 @@ class MicroBatchCosts:
         )
 
 
-def bottleneck(
+def find_bottleneck(
     costs: MicroBatchCosts,
     min_in_flight: int = 1,
     stage_ranks: Sequence[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Find the busiest rank's F + B of each micro-batch, and the bytes that the fullest rank needs for it.
 
-    `stage_ranks` says which rank each stage is on (default: a rank each). Bytes: states, and the working memory with
-    as many stored micro-batches of this shape as 1F1B holds on the rank (num_ranks - rank), but no more than
-    `min_in_flight`; on every rank as many as that if it is above num_ranks.
+    `stage_ranks` says which rank each stage is on (default: a rank each). Bytes are those of states, working memory and
+    stored micro-batches of this shape. The rank stores as many as 1F1B holds (num_ranks - rank), but at most
+    `min_in_flight`; every rank stores `min_in_flight` if that is above num_ranks.
     """
     num_ranks = costs.num_stages if stage_ranks is None else len(set(stage_ranks))
     ranks = np.array(range(num_ranks) if num_ranks == costs.num_stages else stage_ranks)
@@ -170,14 +170,14 @@ def bottleneck(
 
     work_ns = costs.forward_ns + costs.backward_ns
     stored, static = reduce_to_ranks(costs.stored_bytes), reduce_to_ranks(costs.static_bytes)
-    needed = _largest(static[:, None] + held[:, None] * stored + reduce_to_ranks(costs.working_bytes, np.maximum))
-    cannot_store = _largest(costs.stored_bytes) >= INFEASIBLE
-    cannot_run = cannot_store | (_largest(work_ns) >= INFEASIBLE)
-    busiest = np.minimum(_largest(reduce_to_ranks(work_ns)), INFEASIBLE)
+    needed = _find_largest(static[:, None] + held[:, None] * stored + reduce_to_ranks(costs.working_bytes, np.maximum))
+    cannot_store = _find_largest(costs.stored_bytes) >= INFEASIBLE
+    cannot_run = cannot_store | (_find_largest(work_ns) >= INFEASIBLE)
+    busiest = np.minimum(_find_largest(reduce_to_ranks(work_ns)), INFEASIBLE)
     return np.where(cannot_run, INFEASIBLE, busiest), np.where(cannot_store, INFEASIBLE, needed)
 
 
-def _largest(table: IntArray) -> IntArray:
+def _find_largest(table: IntArray) -> IntArray:
     """Find the largest of each column; row by row, which is faster than `max(axis=0)` of a few long rows."""
     largest: IntArray = reduce(np.maximum, table)
     return largest
@@ -318,7 +318,7 @@ class CostModel:
         """Price padded shapes given as arrays; a shape that the model cannot price costs INFEASIBLE."""
         return self.price(Features.from_shapes(rows, encoder_len, decoder_len, recompute))
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> Floor | None:
+    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> Floor | None:
         """Return what no micro-batch goes below, for bounds over all plans; None if no such bound is known.
 
         `least` prices shapes in place of the model itself: the least times after adjustments.
@@ -344,7 +344,7 @@ class CostModel:
             raise no_width(type(self).__name__, width)
         return self
 
-    def recount(self, change: Callable[[Any], Any]) -> CostModel:
+    def change_analytic(self, change: Callable[[Any], Any]) -> CostModel:
         """Return `change` of the costs if they are counted from a description, else the costs as they are."""
         return self
 
@@ -472,21 +472,21 @@ def make_growing_times(
     chain (None: `costs` do).
     """
 
-    def padded(rows: int, lengths: IntArray) -> PaddedTimes:
+    def price_padded(rows: int, lengths: IntArray) -> PaddedTimes:
         shapes = np.full(len(lengths), rows), lengths[:, 0], lengths[:, 1]
         priced = [costs.evaluate_shapes(*shapes, kind) for kind in kinds]
         chained = [chain.evaluate_shapes(*shapes, kind) for kind in kinds] if chain else priced
         return PaddedTimes(
             np.min([one.forward_ns for one in priced], axis=0).astype(np.float64),
             np.min([one.backward_ns for one in priced], axis=0).astype(np.float64),
-            np.min([one.chain_ns(split=split) for one in chained], axis=0),
+            np.min([one.sum_chain_ns(split=split) for one in chained], axis=0),
         )
 
     rounding_ns = np.zeros(costs.num_stages)
     if rounds_up:
-        token = padded(1, np.array([[1, 0]]))
+        token = price_padded(1, np.array([[1, 0]]))
         rounding_ns = (token.forward + token.backward)[:, 0]
-    return GrowingTimes(padded, rounding_ns, error_ns)
+    return GrowingTimes(price_padded, rounding_ns, error_ns)
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:

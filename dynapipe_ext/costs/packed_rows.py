@@ -60,6 +60,6 @@ class PackedLayer:
         stored, peak = zip(*measured, strict=True)
         return cls(stored_bytes=fit_terms(stored), peak_bytes=fit_terms(peak))
 
-    def of(self, sizes: FloatArray) -> FloatArray:
+    def multiply(self, sizes: FloatArray) -> FloatArray:
         """Return (stored, peak) MB, (2, M)."""
         return np.stack([1e-6 * product(sizes.T, terms) for terms in (self.stored_bytes, self.peak_bytes)])

@@ -61,18 +61,18 @@ class SampleInPieces:
 
     def with_table_bytes(self, grid: Grid, packed: PackedLayer | None) -> SampleInPieces:
         """Take a table's bytes for the document: those of its grid of layers, or of packed rows, if more."""
-        values, _ = grid.at([np.ones(1), np.array([self.size], np.float64)])
+        values, _ = grid.interpolate([np.ones(1), np.array([self.size], np.float64)])
         megabytes = values[[grid.columns.index(name) for name in COLUMNS[2:]]]
         if packed is not None:
             row = MicroBatch((SampleLength(0, self.size),), "packed")
-            megabytes = np.maximum(megabytes, packed.of(count_packed_sizes(Features.from_micro_batches([row]))))
+            megabytes = np.maximum(megabytes, packed.multiply(count_packed_sizes(Features.from_micro_batches([row]))))
         stored, peak = (int(1e6 * one) for one in megabytes[:, 0])
         return replace(self, document=replace(self.document, stored_bytes=stored, peak_bytes=peak))
 
 
 @dataclass(frozen=True, slots=True)
 class PairGrowth:
-    """own_squared q^2 + before p + attended q p of a piece of q positions behind p of its sample; nothing negative.
+    """own_squared q^2 + before p + attended q p for a piece of q positions after the sample's first p; none negative.
 
     Of the first piece it is 0: that costs what a document does. Kernels that skip what causality hides of a document,
     but nothing of a piece's own, make up the first term, keys and values of all positions so far the second.
@@ -90,17 +90,17 @@ class PairGrowth:
     @classmethod
     def fit(cls, pairs: Sequence[tuple[int, int]], values: FloatArray, of_whole: FloatArray) -> PairGrowth:
         """Fit values at pairs (q, p) with the least squared errors relative to `of_whole`, which they are parts of."""
-        columns = _columns(*np.array(pairs, np.float64).T)
+        columns = _stack_columns(*np.array(pairs, np.float64).T)
         return cls(*non_negative_least_squares(columns, values, relative_to=of_whole).tolist())
 
     def __call__(self, own: FloatArray | IntArray, before: FloatArray | IntArray) -> FloatArray:
-        return product(_columns(own, before), astuple(self))
+        return product(_stack_columns(own, before), astuple(self))
 
     def __mul__(self, factor: float) -> PairGrowth:
         return PairGrowth(*(factor * coefficient for coefficient in astuple(self)))
 
 
-def _columns(own: FloatArray | IntArray, before: FloatArray | IntArray) -> FloatArray:
+def _stack_columns(own: FloatArray | IntArray, before: FloatArray | IntArray) -> FloatArray:
     q, p = np.asarray(own, np.float64), np.asarray(before, np.float64)
     return np.stack([q * q * (p > 0), p, q * p], axis=1)
 
@@ -183,7 +183,7 @@ class PieceSurcharges:
         """The minimum of `attended_ns` over the recomputation modes."""
         return min(one.attended_ns for one in self.by_recompute.values())
 
-    def attended_ns(self, layers: IntArray, stage_ranks: tuple[int, ...], width: int) -> tuple[float, ...]:
+    def find_attended_ns(self, layers: IntArray, stage_ranks: tuple[int, ...], width: int) -> tuple[float, ...]:
         """Return that minimum on every pipeline rank, of stages with `layers`, for one rank of `width`."""
         held = [
             sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))
@@ -218,7 +218,7 @@ class PieceSurcharges:
             grown = [getattr(one, name)(own, before) for name in _GROWTHS]
             for total, more in zip((forward, backward, working, stored), (*grown, one.own_bytes * own), strict=True):
                 total += its * more
-        kept_bytes = math.ceil(self.kept_values * of_keys) * positions.kept_bytes(value_bytes)
+        kept_bytes = math.ceil(self.kept_values * of_keys) * positions.count_kept_bytes(value_bytes)
         layer = layers[:, None]
         forward_ns, backward_ns = (np.rint(layer * x / width * (1 + tax)).astype(np.int64) for x in (forward, backward))
         of_own = np.ceil(layer * stored / width).astype(np.int64)

@@ -36,7 +36,7 @@ from dynapipe_ext.costs.surface import (
     Surface,
     choose_next_shape,
     compute_left_out_errors,
-    project_shape,
+    reduce_shape,
 )
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, short
@@ -49,17 +49,17 @@ _LAYER_KINDS: Mapping[ModelPart, LayerKind] = {"layer": "encoder", "encoder": "e
 _MOST_BYTES, _MOST_SECONDS = 1e18, 1e6
 _SLICED: tuple[ModelPart, Recompute] = ("head", "head")  # the head in slices
 _EXACT = 1e-3  # relative noise of counted bytes
-_SHORTEST_TARGET = 4  # many are one word: packed rows are priced by rows that are no shorter than the shortest
+_SHORTEST_TARGET = 4  # many are one word: packed rows are priced by rows of at least the shortest measured length
 _FEW_PIECES, _MANY_PIECES = 4, 16  # of a sample that is measured in pieces: long ones, and short ones at most
 _EDGE = 1.6  # a little above two steps of the grid, rounding included
-_CELL = 1.5  # positions of the far corner of a cell of the written table over those of its near one, rounding included
+_CELL = 1.5  # a written table's cell: positions at its far corner over those at its near one, rounding included
 _PER_DOUBLING = 4  # points of the written table: a multilinear cell then misses a square by less than 0.8 %
 
 
 class MeasureShape(Protocol):
     """Measures one layer or the head, for one micro-batch; None if it does not fit. With `bytes_only` times are 0.
 
-    Of a pair's two lengths a part reads what `project_shape` says.
+    Of a pair's two lengths a part reads what `reduce_shape` says.
     """
 
     def __call__(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None: ...
@@ -88,7 +88,7 @@ class ProfileRange:
         for least, most in self.sides:
             if not 1 <= least <= most <= longest_tokens <= self.max_tokens:
                 raise ConfigError(
-                    f"lengths {least} to {most} and {self.max_tokens} tokens a micro-batch{of_sides}: they must ascend"
+                    f"lengths {least} to {most}, {self.max_tokens} tokens per micro-batch{of_sides}: they must ascend"
                 )
             if least % self.multiple or most % self.multiple:
                 raise ConfigError(
@@ -100,7 +100,7 @@ class ProfileRange:
         """The measured parts of the model; the last one before the head sees all of a shape."""
         return ("encoder", "decoder", "head") if self.max_decoder_len else ("layer", "head")
 
-    def kept_most(self, part: ModelPart) -> Recompute:
+    def find_fullest(self, part: ModelPart) -> Recompute:
         """Return the measured recomputation mode with which a part keeps most."""
         return "none" if part == "head" else self.recomputes[0]
 
@@ -122,23 +122,23 @@ class ProfileRange:
         inside = all(least <= n <= most for n, (least, most) in zip(lengths, self.sides, strict=True))
         return inside and rows * sum(lengths) <= self.most_tokens
 
-    def first(self) -> list[MeasuredShape]:
+    def list_first(self) -> list[MeasuredShape]:
         """Return the corners, the middle of the longest side, and the middle, by size: small ones time large ones."""
         most = self.most_tokens
         middle = tuple(round_up(round((least * most) ** 0.5), self.multiple) for least, most in self.sides)
         ends = list(itertools.product(*self.sides))
         few, many = [(1, *lengths) for lengths in ends], [(most // sum(n), *n) for n in (*ends, middle)]
         inner = (max(1, round((most / sum(middle)) ** 0.5)), *middle)
-        return sorted({*few, *many, inner}, key=lambda shape: (_tokens(shape), shape))
+        return sorted({*few, *many, inner}, key=lambda shape: (_count_tokens(shape), shape))
 
     @property
     def longest_row(self) -> MeasuredShape:
         return (1, *(most for _, most in self.sides))
 
-    def candidates(self) -> list[MeasuredShape]:
-        return self.grid(1, 2)
+    def list_candidates(self) -> list[MeasuredShape]:
+        return self.list_grid(1, 2)
 
-    def grid(self, rows_per_doubling: int, lengths_per_doubling: int) -> list[MeasuredShape]:
+    def list_grid(self, rows_per_doubling: int, lengths_per_doubling: int) -> list[MeasuredShape]:
         """Return all shapes with this many rows and lengths per doubling."""
         rows = _spread(1, self.most_tokens // sum(least for least, _ in self.sides), rows_per_doubling, 1)
         sides = [_spread(*side, lengths_per_doubling, self.multiple) for side in self.sides]
@@ -162,7 +162,7 @@ class ProfileRange:
         samples = (SampleLength(0, size, start=number * size) for number in range(count))
         return [MicroBatch((sample,), "packed", recompute, "carried") for sample in samples]
 
-    def packed_rows(self, recompute: Recompute) -> list[MicroBatch]:
+    def list_packed_rows(self, recompute: Recompute) -> list[MicroBatch]:
         """Return packed rows of one document, of many short ones, and of several; also pairs of unlike sides."""
         short, long = ([side[end] for side in self.sides] for end in (0, 1))
         middle = [max(least, most // 4 // self.multiple * self.multiple) for least, most in self.sides]
@@ -174,12 +174,16 @@ class ProfileRange:
         samples = [tuple(SampleLength(i, *sizes) for i, sizes in enumerate(row)) for row in rows]
         return [MicroBatch(row, "packed", recompute, pad_multiple=self.multiple) for row in samples]
 
-    def in_slices(self, count: int) -> list[MeasuredShape]:
+    def list_sliced(self, count: int) -> list[MeasuredShape]:
         """Return shapes within `max_tokens` whose price depends on chunked heads of several slices only."""
-        shapes = [s for s in self.grid(3, 3) if _tokens(s) <= self.max_tokens and s[0] * s[-1] >= _CELL * HEAD_SLICE]
+        shapes = [
+            s
+            for s in self.list_grid(3, 3)
+            if _count_tokens(s) <= self.max_tokens and s[0] * s[-1] >= _CELL * HEAD_SLICE
+        ]
         return _spread_over(shapes, count)
 
-    def held_out(self, count: int, seed: int) -> list[MeasuredShape]:
+    def draw_held_out(self, count: int, seed: int) -> list[MeasuredShape]:
         """Return random shapes within `max_tokens`, spread evenly over doublings."""
         random = np.random.default_rng(seed)
         shapes: list[MeasuredShape] = []
@@ -204,7 +208,7 @@ class Profile:
     pieces: dict[Recompute, list[SampleInPieces]] = field(default_factory=dict)
     blocks: dict[int, BlockTimes] = field(default_factory=dict)
 
-    def kinds(self, within: ProfileRange) -> list[tuple[ModelPart, Recompute]]:
+    def list_kinds(self, within: ProfileRange) -> list[tuple[ModelPart, Recompute]]:
         """List the parts with their recomputation modes; the head is computed at once, or in slices."""
         layers = within.parts[:-1]
         return [(part, r) for part in layers for r in within.recomputes] + [("head", "none"), _SLICED]
@@ -212,20 +216,20 @@ class Profile:
     @property
     def slices_head(self) -> bool:
         """Whether enough shapes with more positions than a slice of the head fit."""
-        return len(self.measured(*_SLICED)) >= _FEWEST
+        return len(self.get_measured(*_SLICED)) >= _FEWEST
 
-    def measured(self, part: ModelPart, recompute: Recompute) -> dict[MeasuredShape, Measured]:
+    def get_measured(self, part: ModelPart, recompute: Recompute) -> dict[MeasuredShape, Measured]:
         return {s: m for s, m in self.points.get((part, recompute), {}).items() if m is not None}
 
-    def shapes(self) -> list[MeasuredShape]:
+    def list_shapes(self) -> list[MeasuredShape]:
         """Return the full shapes that were visited."""
-        seen = set().union(*(points for kind, points in self.points.items() if kind != _SLICED))
-        num_sizes = max(map(len, seen), default=0)
-        return sorted(shape for shape in seen if len(shape) == num_sizes)
+        visited = set().union(*(points for kind, points in self.points.items() if kind != _SLICED))
+        num_sizes = max(map(len, visited), default=0)
+        return sorted(shape for shape in visited if len(shape) == num_sizes)
 
-    def expected_s(self, shape: MeasuredShape, spent: MeasuringTime, within: ProfileRange) -> float:
+    def expect_s(self, shape: MeasuredShape, spent: MeasuringTime, within: ProfileRange) -> float:
         """Return the expected seconds of a visit."""
-        return sum(spent.expected_s(part, [_micro_batch(shape, kind)]) for part, kind in self.kinds(within))
+        return sum(spent.expect_s(part, [_make_micro_batch(shape, kind)]) for part, kind in self.list_kinds(within))
 
     def visit(
         self,
@@ -235,11 +239,11 @@ class Profile:
         kinds: Sequence[tuple[ModelPart, Recompute]] = (),
     ) -> None:
         """Measure a shape as `kinds` (all, if empty) that are missing. If a shape did not fit, no larger one does."""
-        for kind in kinds or self.kinds(within):
-            points, own = self.points.setdefault(kind, {}), project_shape(kind[0], shape)
-            if own not in points and (kind != _SLICED or _tokens(own) > HEAD_SLICE):
+        for kind in kinds or self.list_kinds(within):
+            points, own = self.points.setdefault(kind, {}), reduce_shape(kind[0], shape)
+            if own not in points and (kind != _SLICED or _count_tokens(own) > HEAD_SLICE):
                 too_large = any(m is None and _is_within(s, own) for s, m in points.items())
-                points[own] = None if too_large else measure(kind[0], _micro_batch(shape, kind[1]))
+                points[own] = None if too_large else measure(kind[0], _make_micro_batch(shape, kind[1]))
 
     def slice_head(self, measure: MeasureShape, within: ProfileRange, in_time: Callable[[MeasuredShape], bool]) -> None:
         """Measure chunked heads at as many shapes as a surface needs, if there may be several slices and there is time.
@@ -247,23 +251,23 @@ class Profile:
         Ranges with one length have too few such shapes among the first ones.
         """
         shapes: dict[MeasuredShape, MeasuredShape] = {}
-        for shape in within.grid(_PER_DOUBLING, _PER_DOUBLING):
+        for shape in within.list_grid(_PER_DOUBLING, _PER_DOUBLING):
             if shape[0] * shape[-1] > HEAD_SLICE:
-                shapes.setdefault(project_shape("head", shape), shape)
+                shapes.setdefault(reduce_shape("head", shape), shape)
         self.points.setdefault(_SLICED, {})
-        for own in _spread_over(sorted(shapes, key=_tokens), 0 if self.slices_head else _FEWEST):
+        for own in _spread_over(sorted(shapes, key=_count_tokens), 0 if self.slices_head else _FEWEST):
             if own not in self.points[_SLICED] and in_time(shapes[own]):
                 self.visit(shapes[own], measure, within, [_SLICED])
 
-    def fitting(self, within: ProfileRange) -> list[MeasuredShape]:
+    def list_fitting(self, within: ProfileRange) -> list[MeasuredShape]:
         """Return the shapes that fit with the recomputation mode that keeps most, and in the head."""
-        measured = {part: self.measured(part, within.kept_most(part)) for part in within.parts}
-        return [s for s in self.shapes() if all(project_shape(part, s) in own for part, own in measured.items())]
+        measured = {part: self.get_measured(part, within.find_fullest(part)) for part in within.parts}
+        return [s for s in self.list_shapes() if all(reduce_shape(part, s) in own for part, own in measured.items())]
 
     def pack(self, measure: MeasureShape, within: ProfileRange) -> None:
         """Measure what layers keep of packed rows. Keep nothing if hardly any fit."""
         for part, recompute in itertools.product(within.parts[:-1], within.recomputes):
-            rows = within.packed_rows(recompute)
+            rows = within.list_packed_rows(recompute)
             measured = [(m, measure(part, m, bytes_only=True)) for m in rows]
             if len(fitting := [(m, one) for m, one in measured if one]) >= _FEWEST:
                 kind = _LAYER_KINDS[part]
@@ -297,16 +301,16 @@ class Profile:
             done()
         self.pieces = samples if set(samples) == set(within.recomputes) else {}
 
-    def errors(self, within: ProfileRange) -> dict[MeasuredShape, float]:
+    def find_errors(self, within: ProfileRange) -> dict[MeasuredShape, float]:
         """Return each shape's worst error of a time of a part, when what it sees of the shape is left out."""
         worst: dict[MeasuredShape, float] = {}
         visited = self.points[within.parts[-2], within.recomputes[0]]
         for part in within.parts:
-            measured = self.measured(part, within.kept_most(part))
+            measured = self.get_measured(part, within.find_fullest(part))
             for name in _TIMES:
                 errors = compute_left_out_errors({s: getattr(m, name) for s, m in measured.items()}, part)
                 for shape in visited:
-                    if (own := project_shape(part, shape)) in errors:
+                    if (own := reduce_shape(part, shape)) in errors:
                         worst[shape] = max(worst.get(shape, 0.0), errors[own])
         return worst
 
@@ -318,7 +322,7 @@ class Profile:
             for s, m in points.items()
         ]
 
-    def blocks_to_json(self) -> dict[str, Any]:
+    def dump_blocks(self) -> dict[str, Any]:
         """Return the seconds of context-parallel groups, by degree."""
         return {str(width): times.to_json() for width, times in sorted(self.blocks.items())}
 
@@ -378,12 +382,12 @@ def choose_and_measure(
     """
     _measure_first(profile, measure, within, go_on=go_on, in_time=in_time)
     while True:
-        errors = profile.errors(within)
+        errors = profile.find_errors(within)
         error = float(np.mean(list(errors.values())))
         done = len(errors) >= _LEAST_SHAPES and error <= error_target
-        if not go_on(profile) or done or len(profile.shapes()) >= most_shapes:
+        if not go_on(profile) or done or len(profile.list_shapes()) >= most_shapes:
             break
-        unknown = [s for s in within.candidates() if s not in profile.shapes()]
+        unknown = [s for s in within.list_candidates() if s not in profile.list_shapes()]
         chosen = choose_next_shape(errors, unknown)
         if chosen is not None and not in_time(chosen):
             chosen = choose_next_shape(errors, [s for s in unknown if in_time(s)])
@@ -403,12 +407,12 @@ def _measure_first(
     in_time: Callable[[MeasuredShape], bool],
 ) -> None:
     """Measure the first shapes, and further ones until enough for a table fit. Raises as `choose_and_measure` does."""
-    first = within.first()
-    for index, shape in enumerate(first + sorted(within.candidates(), key=_tokens)):
-        enough = len(profile.fitting(within)) >= _FEWEST
+    first = within.list_first()
+    for index, shape in enumerate(first + sorted(within.list_candidates(), key=_count_tokens)):
+        enough = len(profile.list_fitting(within)) >= _FEWEST
         if enough and index >= len(first):
             break
-        is_known = shape in profile.shapes()
+        is_known = shape in profile.list_shapes()
         for part in (64, 16, 4) if shape == within.longest_row and not is_known else ():
             shorter = (1, *(max(least, round_up(most // part, within.multiple)) for least, most in within.sides))
             if not in_time(shape) and in_time(shorter):  # its time may tell that there is enough for the longest
@@ -423,11 +427,11 @@ def _measure_first(
         profile.visit(shape, measure, within)
         if not is_known and not go_on(profile) and enough:
             break
-    if len(profile.fitting(within)) < _FEWEST:
+    if len(profile.list_fitting(within)) < _FEWEST:
         raise DataError(
-            f"{len(profile.fitting(within))} shapes from {within.min_len} to {within.max_len} positions and up to"
-            f" {within.max_tokens} tokens were measured and fit on this device, but a table needs {_FEWEST}: give other"
-            " lengths, or fewer tokens where they do not fit, or more time (--max-seconds)"
+            f"{len(profile.list_fitting(within))} shapes of {within.min_len} to {within.max_len} positions and at most"
+            f" {within.max_tokens} tokens fit on this device, but a table needs {_FEWEST}: give other lengths, fewer"
+            " tokens or a higher --max-seconds"
         )
 
 
@@ -446,14 +450,16 @@ def make_cost_table(
     """
     a = architecture
     grids: dict[tuple[Recompute, LayerKind], Grid] = {}
-    head = _columns(profile, ("head", "none"), within)
+    head = _collect_columns(profile, ("head", "none"), within)
     head_grid = Grid.from_points(head)
     for recompute in within.recomputes:
         for part in within.parts[:-1]:
-            grids[recompute, _LAYER_KINDS[part]] = Grid.from_points(_columns(profile, (part, recompute), within))
+            grids[recompute, _LAYER_KINDS[part]] = Grid.from_points(
+                _collect_columns(profile, (part, recompute), within)
+            )
         grids[recompute, "postprocess"] = head_grid
     if profile.slices_head:
-        grids[SLICED_HEAD] = _make_chunked_grid(head, _columns(profile, _SLICED, within))
+        grids[SLICED_HEAD] = _make_chunked_grid(head, _collect_columns(profile, _SLICED, within))
     whole, optimizer = 1 + 4 / value_bytes, 8 / value_bytes  # gradients and Adam's moments are fp32
     optimizer += 4 / value_bytes if value_bytes < 4 else 0  # and a master copy of 16-bit weights
     kept_values = 2 * a.kv_size_on(tp)
@@ -464,7 +470,7 @@ def make_cost_table(
     return CostTable(
         grids=grids,
         parameter_bytes={name: float(count * value_bytes) for name, count in count_named_parameters(a, tp).items()},
-        once_bytes=once_bytes(a, value_bytes, shards=within.multiple),
+        once_bytes=count_once_bytes(a, value_bytes, shards=within.multiple),
         hidden_size=a.hidden_size,
         num_layers=a.num_layers,
         num_decoder_layers=a.num_decoder_layers,
@@ -499,10 +505,11 @@ def count_named_parameters(a: Architecture, tp: int) -> dict[str, int]:
     return layers | {"embedding": embedding, "head": norms + own, "tied_head": tied} | of_encoder
 
 
-def once_bytes(a: Architecture, value_bytes: int, *, shards: int) -> dict[LayerKind, float]:
-    """Return the bytes of each encoder position on one of the `shards` ranks that share a sequence: what the encoder's
-    final RMSNorm keeps (its input and the normalised values, those of 16-bit inputs in fp32), and its output, which all
-    decoder layers of a stage read. Nothing for a decoder-only model, whose final norm is measured with its head.
+def count_once_bytes(a: Architecture, value_bytes: int, *, shards: int) -> dict[LayerKind, float]:
+    """Count the bytes of each encoder position on one of the `shards` ranks that share a sequence.
+
+    The encoder's final RMSNorm keeps its input and the normalised values (those of 16-bit inputs in fp32). Its output
+    is kept for all decoder layers of a stage. A decoder-only model's final norm is measured with its head.
     """
     if not a.num_decoder_layers:
         return {}
@@ -512,21 +519,21 @@ def once_bytes(a: Architecture, value_bytes: int, *, shards: int) -> dict[LayerK
 _Columns = Mapping[str, Mapping[tuple[int, ...], float]]  # by name, of every shape
 
 
-def _columns(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRange) -> _Columns:
-    measured = profile.measured(*kind)
+def _collect_columns(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRange) -> _Columns:
+    measured = profile.get_measured(*kind)
     missing = [s for s, m in profile.points[kind].items() if m is None]
-    seen = dict.fromkeys(project_shape(kind[0], shape) for shape in within.grid(_PER_DOUBLING, _PER_DOUBLING))
-    fits = [s for s in seen if not any(_is_within(m, s) for m in missing)]
+    shapes = dict.fromkeys(reduce_shape(kind[0], shape) for shape in within.list_grid(_PER_DOUBLING, _PER_DOUBLING))
+    fits = [s for s in shapes if not any(_is_within(m, s) for m in missing)]
     places = np.array(fits, np.float64)
 
-    def column(name: str, unit: float) -> dict[tuple[int, ...], float]:
+    def read_column(name: str, unit: float) -> dict[tuple[int, ...], float]:
         noise = {"noise": _EXACT} if name.endswith("bytes") else {}
         surface = Surface.fit({s: float(getattr(m, name)) for s, m in measured.items()}, kind[0], **noise)
         return {s: round(float(v) * unit, 6) for s, v in zip(fits, surface(places), strict=True)}
 
-    columns = {"forward_ms": column("forward_s", 1e3), "backward_ms": column("backward_s", 1e3)}
-    columns |= {"stored_mb": column("stored_bytes", 1e-6), "peak_mb": column("peak_bytes", 1e-6)}
-    columns["weight_ms"] = column("weight_s", 1e3)
+    columns = {"forward_ms": read_column("forward_s", 1e3), "backward_ms": read_column("backward_s", 1e3)}
+    columns |= {"stored_mb": read_column("stored_bytes", 1e-6), "peak_mb": read_column("peak_bytes", 1e-6)}
+    columns["weight_ms"] = read_column("weight_s", 1e3)
     return columns
 
 
@@ -538,14 +545,14 @@ def _make_chunked_grid(whole: _Columns, sliced: _Columns) -> Grid:
     """
     return Grid.from_points(
         {
-            name: {s: value for s, value in whole[name].items() if _tokens(s) <= HEAD_SLICE}
-            | {s: value for s, value in sliced[name].items() if _tokens(s) > HEAD_SLICE}
+            name: {s: value for s, value in whole[name].items() if _count_tokens(s) <= HEAD_SLICE}
+            | {s: value for s, value in sliced[name].items() if _count_tokens(s) > HEAD_SLICE}
             for name in whole
         }
     )
 
 
-def _micro_batch(shape: MeasuredShape, recompute: Recompute, layout: Layout = "padded") -> MicroBatch:
+def _make_micro_batch(shape: MeasuredShape, recompute: Recompute, layout: Layout = "padded") -> MicroBatch:
     rows, *lengths = shape
     return MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), layout, recompute)
 
@@ -556,7 +563,7 @@ def _spread_over(shapes: Sequence[MeasuredShape], count: int) -> list[MeasuredSh
     return [shapes[place] for place in places]
 
 
-def _tokens(shape: MeasuredShape) -> int:
+def _count_tokens(shape: MeasuredShape) -> int:
     """Return the positions of all sides."""
     return shape[0] * sum(shape[1:])
 

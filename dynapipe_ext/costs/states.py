@@ -116,7 +116,7 @@ def state_bytes(
     )
 
 
-def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topology:
+def check_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topology:
     """Return the topology with the model's layers on its stages. Raises ConfigError for sizes that do not divide."""
     if a.num_decoder_layers:
         raise ConfigError(f"a {a.family} model has a decoder side: count it by EncoderDecoderCosts")
@@ -140,7 +140,7 @@ def refuse_undivided_vocabulary(a: Architecture, topology: Topology) -> None:
     if topology.vocabulary == "whole":
         return
     if a.tied_embeddings and topology.vocabulary == "head":
-        raise refused_tie()
+        raise make_tie_error()
     if a.vocab_size % (topology.tp * topology.pp):
         raise ConfigError(
             f"vocab_size {a.vocab_size} does not divide over tp {topology.tp} x pp {topology.pp}: leave the vocabulary"
@@ -148,7 +148,7 @@ def refuse_undivided_vocabulary(a: Architecture, topology: Topology) -> None:
         )
 
 
-def refused_tie() -> ConfigError:
+def make_tie_error() -> ConfigError:
     return ConfigError(
         "vocabulary 'head' leaves the embedding whole, but this model ties its head to it: give 'both', which divides"
         " the two alike, or 'whole'"
@@ -158,8 +158,8 @@ def refused_tie() -> ConfigError:
 @dataclass(frozen=True, slots=True)
 class StageParameters:
     """Parameters on one tensor parallel rank of every stage, arrays of shape (S,): `common` on every replica, `experts`
-    on the replicas that hold the same ones, and the largest unit (a layer or half of one, an embedding), which ZeRO
-    gathers in full.
+    on the replicas that hold the same ones. ZeRO gathers the largest unit (a layer, half of one or an embedding) in
+    full.
     """
 
     common: IntArray
@@ -192,7 +192,7 @@ def count_parameters(a: Architecture, topology: Topology, ep: int = 1) -> StageP
         require_whole_vocabulary(topology, "a model with a decoder side")
         require_whole_layers(topology.layers_per_stage, "an encoder-decoder")
     else:
-        checked_topology(a, topology, ep)
+        check_topology(a, topology, ep)
     topology = topology.with_layers(a.total_layers)
     common, experts, largest_unit = _count_layers(a, topology, ep)
     embeddings, heads, ranks = topology.embedding_stages, topology.head_stages, topology.stage_ranks

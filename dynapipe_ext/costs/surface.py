@@ -38,10 +38,10 @@ class Measured:
 QUANTITIES = tuple(f.name for f in fields(Measured))
 
 
-def project_shape(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
+def reduce_shape(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
     """Return what the costs of a part depend on in a shape.
 
-    >>> [project_shape(part, (4, 96, 16)) for part in ("encoder", "decoder", "head")]
+    >>> [reduce_shape(part, (4, 96, 16)) for part in ("encoder", "decoder", "head")]
     [(4, 96), (4, 96, 16), (4, 16)]
     """
     if part == "head":
@@ -51,11 +51,11 @@ def project_shape(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """A sum of overhead and rates x tokens, tokens x length and the like (`_terms`), times a correction that follows
-    the points.
+    """A sum of overhead and rates x tokens, tokens x length and the like (`_list_terms`), times a correction that
+    follows the points.
 
     The correction is a Gaussian process of the logarithm of measured over fitted (Rasmussen and Williams 2006, ch. 2)
-    over doublings of rows and length: it passes within the noise of every point and fades into the fit between them.
+    over doublings of rows and length. It passes within the noise of every point and fades into the fit between them.
     """
 
     part: ModelPart
@@ -74,7 +74,7 @@ class Surface:
             raise DataError(f"{len(measured)} shapes were measured but a cost surface needs at least 2: measure more")
         shapes = np.array(sorted(measured), np.float64)
         values = np.array([measured[shape] for shape in sorted(measured)], np.float64)
-        points, terms = _to_doublings(shapes), _terms(part, shapes)
+        points, terms = _to_doublings(shapes), _list_terms(part, shapes)
         if not values.any():
             return cls(part, np.zeros(terms.shape[1]), points, np.zeros(len(points)))
         if not (np.isfinite(values) & (values > 0)).all():
@@ -90,10 +90,10 @@ class Surface:
         """Return values (M,) at shapes (M, 2 or 3)."""
         shapes = np.asarray(shapes, np.float64).reshape(-1, self.points.shape[1])
         correction = exp(product(_compute_likeness(_to_doublings(shapes), self.points), self.weights))
-        return product(_terms(self.part, shapes), self.coefficients) * correction
+        return product(_list_terms(self.part, shapes), self.coefficients) * correction
 
 
-def _terms(part: ModelPart, shapes: FloatArray) -> FloatArray:
+def _list_terms(part: ModelPart, shapes: FloatArray) -> FloatArray:
     """Return what costs grow with, (M, K): 1 and rows first, then tokens and scores. Relative position biases of an
     encoder-decoder's layers are laid out once for all rows: scores of one row. A decoder reads the encoder's tokens.
     """

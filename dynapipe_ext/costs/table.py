@@ -23,9 +23,9 @@ from dynapipe_ext.batch.micro_batches import (
 )
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, require_whole_layers
 from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
-from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
+from dynapipe_ext.costs.a100 import find_hidden_size, read_layers
 from dynapipe_ext.costs.blocks import BlockAttention
-from dynapipe_ext.costs.codec import fields_to_json, from_json, to_json
+from dynapipe_ext.costs.codec import dump_fields, from_json, to_json
 from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.floor import TablePoints
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
@@ -49,7 +49,7 @@ from dynapipe_ext.costs.layers import (
 )
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.measured_blocks import MeasuredBlock
-from dynapipe_ext.costs.measured_points import table_points
+from dynapipe_ext.costs.measured_points import make_points
 from dynapipe_ext.costs.model import (
     TABLES,
     CostCapabilities,
@@ -62,7 +62,7 @@ from dynapipe_ext.costs.model import (
 )
 from dynapipe_ext.costs.packed_rows import PackedLayer, count_packed_sizes, slice_sizes
 from dynapipe_ext.costs.pieces import PieceSurcharges
-from dynapipe_ext.costs.states import EXACT_SUM_BYTES, refused_tie
+from dynapipe_ext.costs.states import EXACT_SUM_BYTES, make_tie_error
 from dynapipe_ext.errors import ConfigError, DataError, check_integer, settle_field_types
 from dynapipe_ext.models.architecture import MOST_LAYERS
 
@@ -86,7 +86,7 @@ class CostTable(CostModel):
     Grids and parameter bytes of "attention" and "mlp", of an encoder layer, price stages that are cut between the two.
     Parts of a head over pipeline ranks take their share of the measured head (`values_with_spread_head`).
 
-    `packed_layers`: bytes of a layer on packed rows, if they are above those of the padded shape; `packed_bytes`, of
+    `packed_layers`: bytes of a layer on packed rows, if they are above those of the padded shape. `packed_bytes`, of
     older tables: stored bytes of packed rows over those of the padded shape, by recomputation (else 1). `once_bytes`:
     for each encoder position, what the stage where the encoder ends stores in addition to its layers ("encoder"), and
     what every stage with decoder layers does ("decoder"; else 0). `state_parts`: bytes of states for each byte of
@@ -153,7 +153,7 @@ class CostTable(CostModel):
         if self.has_decoder:
             require_whole_vocabulary(self.topology, "a table with a decoder side")
         if self.topology.vocabulary == "head" and self.parameter_bytes.get("tied_head"):
-            raise refused_tie()
+            raise make_tie_error()
         if self.pieces and set(self.pieces.by_recompute) != set(self.recomputes):
             raise ConfigError(
                 f"pieces were measured under recompute {', '.join(self.pieces.by_recompute)} but shapes under"
@@ -263,9 +263,9 @@ class CostTable(CostModel):
         whole, divided = self.state_parts
         return replace(self, state_parts=(whole + EXACT_SUM_BYTES / value_bytes, divided))
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> TablePoints:
+    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> TablePoints:
         """Return the times at all measured points, for bounds over all plans."""
-        return table_points(self, stage_ranks, split, least)
+        return make_points(self, stage_ranks, split, least)
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
         m, features = micro_batch, Features.from_micro_batches([micro_batch])
@@ -317,7 +317,7 @@ class CostTable(CostModel):
         """Return rows, encoder and decoder lengths, (3, M), not always whole.
 
         A packed row of P positions with document attention is the padded shape with the same tokens and the same sum of
-        squared lengths, P / L rows of length L = sum(l^2) / P: matrix products depend on the first and attention on the
+        squared lengths, P / L rows of length L = sum(l^2) / P. Matrix products depend on the first and attention on the
         second. L never goes below the shortest measured row, so that many tiny documents cost their tokens; nor, on
         either side of pairs, above the longest row if no document does. Whole-row attention is one padded row.
         """
@@ -373,7 +373,7 @@ class CostTable(CostModel):
         working = np.maximum(running - stored, 0)
         tables = (forward, backward, weight, stored, working, transfer, sent)
         named = {name: np.where(in_table, table, INFEASIBLE) for name, table in zip(TABLES, tables, strict=True)}
-        costs = MicroBatchCosts(**named, static_bytes=self.static_bytes(), working_in=self.working_in)
+        costs = MicroBatchCosts(**named, static_bytes=self.count_static_bytes(), working_in=self.working_in)
         return costs.keep_inputs(again & in_table), in_table
 
     def _price_rank(
@@ -413,7 +413,7 @@ class CostTable(CostModel):
             if kind not in HALVES:
                 in_table &= measured if grid else kind not in ("encoder", *["decoder"] * self.has_decoder)
             if grid and (packed := self.packed_layers.get((layer, kind))):
-                prices[kind][3:] += np.maximum(0.0, packed.of(sizes) - prices[kind][3:]) * (sizes[0] > 0)
+                prices[kind][3:] += np.maximum(0.0, packed.multiply(sizes) - prices[kind][3:]) * (sizes[0] > 0)
         head, stages = prices["postprocess"], slice(heads.start, None)
         if len(heads) > 1:
             prices["postprocess"] = np.zeros_like(head)
@@ -432,7 +432,7 @@ class CostTable(CostModel):
             total[3:] += place_once_bytes(held, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
         return total, in_table
 
-    def static_bytes(self) -> IntArray:
+    def count_static_bytes(self) -> IntArray:
         """Return weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes
         x (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1."""
         here, sharded = self.state_parts
@@ -444,7 +444,7 @@ class CostTable(CostModel):
             "format": FORMAT,
             "kind": "table",
             "lm_head": "last",
-            **fields_to_json(self, _LATER, skip=("grids", "packed_layers")),
+            **dump_fields(self, _LATER, skip=("grids", "packed_layers")),
         }
         if self.packed_layers:
             raw["packed_layers"] = [
@@ -507,10 +507,10 @@ class CostTable(CostModel):
     ) -> CostTable:
         """Return the table of `model` in the CSV form of DynaPipe's published A100 measurements, at the topology's tp.
 
-        Attention and MLP were not measured apart: they have their parts of a layer by their FLOPs (`grids_of_halves`).
+        Attention and MLP were not measured apart: they have their parts of a layer by their FLOPs (`halve_grids`).
         Their peaks are those of forwards: working bytes count in F only, as in their own planner.
         """
-        hidden_size = hidden_size or hidden_size_of(model)
+        hidden_size = hidden_size or find_hidden_size(model)
         grids, parameter_bytes = read_layers(Path(directory), model, topology.tp, hidden_size)
         return cls(
             grids=grids,

@@ -10,7 +10,7 @@ import numpy as np
 
 from dynapipe_ext.batch.micro_batches import make_length_error
 from dynapipe_ext.batch.topology import ActivationFormat, list_cp_degrees
-from dynapipe_ext.costs.codec import fields_to_json, from_json
+from dynapipe_ext.costs.codec import dump_fields, from_json
 from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.model import (
@@ -40,8 +40,8 @@ class TokenCosts(CostModel):
     of that work.
 
     Without an overhead, any padding would cost more than another micro-batch, and plans would be of single samples. The
-    default is the time of 100 tokens: the search joins samples if two together take at most a quarter more than one,
-    which of equal lengths means an overhead of three lengths, of 32 positions here.
+    default is the time of 100 tokens. The search joins samples if two together take at most a quarter more than one.
+    For equal lengths that means an overhead of three lengths, of 32 positions here.
     """
 
     num_stages: int
@@ -85,7 +85,7 @@ class TokenCosts(CostModel):
         form = ActivationFormat(hidden_size, "bfloat16", first_decoder_stage=0) if is_whole else None
         return CostCapabilities(activation_format=form, prices_pieces=True, width=self.width)
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> GrowingTimes:
+    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> GrowingTimes:
         return make_growing_times(least or self, split=split)
 
     def at_width(self, width: int) -> TokenCosts:
@@ -122,7 +122,7 @@ class TokenCosts(CostModel):
         ).keep_inputs(recompute == "stage")
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "tokens", **fields_to_json(self, ("width", "width_tax"))}
+        return {"kind": "tokens", **dump_fields(self, ("width", "width_tax"))}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> TokenCosts:

@@ -55,43 +55,45 @@ class PlainLayers:
         a, v = self.architecture, self.values
         tokens, positions, pieces = features.positions[0], features.shapes[1], features.pieces
         recompute, is_chunked = split_kinds(features.recompute)
-        is_chunked, is_full = self.base.chunks_head(is_chunked, tokens), recompute == "full"
+        is_chunked, is_full = self.base.needs_chunks(is_chunked, tokens), recompute == "full"
         layers = self.base.stage_layers[:, :1]
         stages = np.arange(len(layers))[:, None]
         is_first, is_last = stages == 0, stages == len(layers) - 1
         tied = a.tied_embeddings and len(layers) == 1
         checkpoint_bytes = self._share(v * a.hidden_size * tokens)
-        kept_bytes = np.where(is_full, checkpoint_bytes, self.layer_bytes(tokens, positions))
+        kept_bytes = np.where(is_full, checkpoint_bytes, self.count_layer_bytes(tokens, positions))
         angles = 4 * a.head_dim if a.position == "rope" else 0  # fp32, kept once for all recomputed layers
-        head = is_last * self._head_bytes(tokens, is_chunked)
+        head = is_last * self._count_head_bytes(tokens, is_chunked)
         stored = layers * kept_bytes + (layers > 0) * is_full * angles * positions + head
-        of_layer = np.where(layers > 0, self.layer_working_bytes(tokens, kept_bytes, positions, tied=tied) - head, 0)
-        chunked = self.base.chunked_head_bytes(tokens)[1]
-        of_head = is_last * np.where(is_chunked, chunked, self.head_working_bytes(tokens, tied=tied))
-        of_embedding = is_first * self.embedding_working_bytes(tied=tied) - stored
+        of_layer = np.where(
+            layers > 0, self.count_layer_working_bytes(tokens, kept_bytes, positions, tied=tied) - head, 0
+        )
+        chunked = self.base.count_chunked_head_bytes(tokens)[1]
+        of_head = is_last * np.where(is_chunked, chunked, self.count_head_working_bytes(tokens, tied=tied))
+        of_embedding = is_first * self.count_embedding_working_bytes(tied=tied) - stored
         working = np.maximum(np.maximum(of_layer, of_head), np.maximum(of_embedding, 0))
         if pieces is None:
             return keep_input_bytes(recompute == "stage", stored, working, transfer_bytes)
         stored = stored - layers * ~is_full * self._count_spared_bytes(pieces.own, recompute == "selective")
         stored, working = keep_input_bytes(recompute == "stage", stored, working, transfer_bytes)
         a_position = 2 * a.kv_size_on(self.tp)  # values that pieces keep for one another; a running one has gradients
-        stored = stored + layers * (a_position * pieces.kept_bytes(v))
+        stored = stored + layers * (a_position * pieces.count_kept_bytes(v))
         return stored, working + (layers > 0) * (a_position * v * pieces.joined)
 
-    def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
+    def count_head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Return the part of the last stage's stored bytes that is the head's, shape (M,)."""
         kept_positions = (0 if m.layer_recompute == "stage" else m.padded_tokens for m in micro_batches)
         positions = np.fromiter(kept_positions, np.int64)
         _, is_chunked = split_kinds(np.array([m.recompute for m in micro_batches], np.str_))
-        return self._head_bytes(positions, self.base.chunks_head(is_chunked, positions))
+        return self._count_head_bytes(positions, self.base.needs_chunks(is_chunked, positions))
 
-    def _head_bytes(self, tokens: IntArray, is_chunked: BoolArray) -> IntArray:
+    def _count_head_bytes(self, tokens: IntArray, is_chunked: BoolArray) -> IntArray:
         """Count the final norm, the head and the loss: fp32 probabilities of the full vocabulary, or chunks."""
         probabilities = 4 * self.architecture.vocab_size // self.tp * tokens
-        kept_bytes = np.where(is_chunked, self.base.chunked_head_bytes(tokens)[0], probabilities)
-        return np.asarray(kept_bytes + self._share(self._norm_bytes() * tokens) + _IDS * tokens)
+        kept_bytes = np.where(is_chunked, self.base.count_chunked_head_bytes(tokens)[0], probabilities)
+        return np.asarray(kept_bytes + self._share(self._count_norm_bytes() * tokens) + _IDS * tokens)
 
-    def layer_bytes(self, tokens: IntArray, positions: IntArray) -> IntArray:
+    def count_layer_bytes(self, tokens: IntArray, positions: IntArray) -> IntArray:
         """Count the bytes of a layer from forward to backward without recomputation; `positions`: of one row."""
         a, tp, v = self.architecture, self.tp, self.values
         rope = a.position == "rope"
@@ -99,9 +101,11 @@ class PlainLayers:
         mlp = (5 if a.gated_mlp else 2) * a.ffn_hidden_size // tp
         a_token = v * (attention + mlp) + 4 * a.num_heads // tp  # and the log-sum-exp, fp32
         tables = 4 * v * a.head_dim if rope else 0  # sine and cosine, of queries and of keys
-        a_token += self._qk_norm_bytes()
-        norms = self._share(self._layer_norms_bytes() * tokens)
-        kept_bytes: IntArray = a_token * tokens + norms + tables * positions + self._window_bytes(tokens, positions)
+        a_token += self._count_qk_norm_bytes()
+        norms = self._share(self._count_layer_norms_bytes() * tokens)
+        kept_bytes: IntArray = (
+            a_token * tokens + norms + tables * positions + self._count_window_bytes(tokens, positions)
+        )
         return kept_bytes
 
     @property
@@ -126,19 +130,19 @@ class PlainLayers:
         spared: IntArray = (self.values * (self._attention_values - piece_values) + 4 * a.num_heads // self.tp) * own
         return spared
 
-    def _layer_norms_bytes(self) -> int:
+    def _count_layer_norms_bytes(self) -> int:
         """Count the bytes that a layer's norms keep per token, with the inputs of the products, which are kept in any
         case. A norm after a product keeps an input of its own; its output is only added to the residual stream, and
         not kept.
         """
-        before = 2 * self._norm_bytes()
+        before = 2 * self._count_norm_bytes()
         if self.architecture.norm_placement != "both":
             return before
-        return before + 2 * (self._norm_bytes() - self.architecture.hidden_size * self.values)
+        return before + 2 * (self._count_norm_bytes() - self.architecture.hidden_size * self.values)
 
-    def _qk_norm_bytes(self) -> int:
+    def _count_qk_norm_bytes(self) -> int:
         """Count the bytes per token of the norms of queries and keys: fp32 inputs and normalised values, statistics.
-        Inputs of 4-byte values are no copies, unless all heads are normalised at once; those of grouped heads are.
+        Inputs of 4-byte values are not copied, unless all heads are normalised at once; those of grouped heads are.
         """
         a, tp, v = self.architecture, self.tp, self.values
         if not a.qk_norm:
@@ -151,7 +155,7 @@ class PlainLayers:
             return 8 * (query + kv) + statistics
         return (12 if a.num_query_groups < a.num_heads else 4) * (query + kv) + statistics
 
-    def _window_bytes(self, tokens: IntArray, positions: IntArray) -> IntArray:
+    def _count_window_bytes(self, tokens: IntArray, positions: IntArray) -> IntArray:
         """Count the bytes of a mean layer if some have windows: blocks of queries, each with the keys and values of its
         window (own copies if heads are grouped), its output and its mask. A packed row counts as one document.
         """
@@ -168,7 +172,7 @@ class PlainLayers:
         of_mean: IntArray = np.where(more > 0, whole * a.num_window_layers // a.num_layers, 0)
         return of_mean
 
-    def _norm_bytes(self) -> int:
+    def _count_norm_bytes(self) -> int:
         """Count the bytes of one norm per token: input, output, statistics; RMSNorm of 16-bit values is in fp32."""
         h, v = self.architecture.hidden_size, self.values
         if self.architecture.norm == "layernorm":
@@ -187,7 +191,7 @@ class PlainLayers:
     def _embedding(self) -> int:
         return self.architecture.vocab_size // self.tp * self.architecture.hidden_size
 
-    def head_working_bytes(self, tokens: IntArray, *, tied: bool) -> IntArray:
+    def count_head_working_bytes(self, tokens: IntArray, *, tied: bool) -> IntArray:
         """Count the bytes in addition to the kept ones while the head runs backwards: the gradient of its input, and
         for 4-byte values that of its weight (the gradient of the logits replaces the probabilities). For 2-byte values
         it is the gradient of the logits and, once the probabilities are freed, that of the weight.
@@ -200,11 +204,11 @@ class PlainLayers:
         weight = np.maximum(v * self._embedding + (v - 4) * vocab * tokens, summed)
         return gradient + np.maximum(v * vocab * tokens, weight)
 
-    def embedding_working_bytes(self, *, tied: bool) -> int:
+    def count_embedding_working_bytes(self, *, tied: bool) -> int:
         """Count the bytes at a backward's end: the embedding's gradient, and that of a tied head or a cast."""
         return self._embedding * max(self._summed, 2 * self.values if tied else 0)
 
-    def layer_working_bytes(
+    def count_layer_working_bytes(
         self, tokens: IntArray, kept_bytes: IntArray, positions: IntArray, *, tied: bool
     ) -> IntArray:
         """Count the bytes in addition to `kept_bytes` while one layer runs backwards, at the fullest moment of its MLP.
@@ -214,7 +218,7 @@ class PlainLayers:
         """
         a, tp, v = self.architecture, self.tp, self.values
         h, f, fc1 = a.hidden_size, a.ffn_hidden_size // tp, a.fc1_size // tp
-        whole = self.layer_bytes(tokens, positions)
+        whole = self.count_layer_bytes(tokens, positions)
         stream = v * h * tokens * np.where(whole > kept_bytes, 2, 1)  # the output of recomputation, too
         freed = (5 if a.gated_mlp else 2) * f
         moments = (

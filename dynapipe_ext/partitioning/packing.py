@@ -10,7 +10,7 @@ from functools import partial
 from operator import attrgetter
 
 from dynapipe_ext.batch.micro_batches import Attention, MicroBatch, Recompute, SampleLength
-from dynapipe_ext.costs.model import CostModel, IntArray, bottleneck
+from dynapipe_ext.costs.model import CostModel, IntArray, find_bottleneck
 from dynapipe_ext.errors import PlanError
 
 # Micro-batches -> (bottleneck ns, bytes) of each. Raises PlanError for one that cannot run.
@@ -28,8 +28,8 @@ _MOST_DOCUMENTS = 1 << 18  # in the rows that say what documents cost: more take
 
 
 def make_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBatchEvaluate:
-    """Return a function that prices rows by a cost model (see `bottleneck` for what it counts)."""
-    return lambda micro_batches: bottleneck(costs.evaluate(micro_batches), min_in_flight)
+    """Return a function that prices rows by a cost model (see `find_bottleneck` for what it counts)."""
+    return lambda micro_batches: find_bottleneck(costs.evaluate(micro_batches), min_in_flight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

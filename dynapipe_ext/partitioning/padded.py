@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, ShapePricer, bottleneck
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, ShapePricer, find_bottleneck
 from dynapipe_ext.errors import PlanError
 
 ShapeIndex = npt.NDArray[np.int32]
@@ -75,7 +75,7 @@ class RangeCosts:
         """Return cuts that cover the samples in turn, with about the least sum(t) / dp + (pp - 1) max(t) over their
         bottleneck times t.
 
-        Each is under the fastest mode of which `min_in_flight` like it can be held (see `bottleneck`). There is at
+        Each is under the fastest mode of which `min_in_flight` like it can be held (see `find_bottleneck`). There is at
         least one per replica; under `equal_counts` their number is a multiple of dp. Bounds on t are tried
         `thinning_ns` apart (default: a share of the longest sample's time).
 
@@ -101,7 +101,7 @@ class RangeCosts:
         """Return the bottleneck time of each cut under its mode, ns."""
         first, end, kind = np.array(cuts, np.int64).reshape(-1, 3).T
         chosen = MicroBatchCosts.choose(self.kind_costs, kind, self.shapes[end - 1, end - first - 1])
-        times: list[int] = bottleneck(chosen, stage_ranks=self.stage_ranks)[0].tolist()
+        times: list[int] = find_bottleneck(chosen, stage_ranks=self.stage_ranks)[0].tolist()
         return times
 
     def _with_count(self, ends: list[int], count: int, costs: IntArray, dp: int) -> list[int]:
@@ -136,7 +136,7 @@ def pick_fastest(
     """Return the least bottleneck time of each shape within `max_bytes` over its costs under several recomputation
     modes (INFEASIBLE if none fits), and the index of the mode (the first of equals)."""
     cap = INFEASIBLE - 1 if max_bytes is None else min(max_bytes, INFEASIBLE - 1)
-    answers = (bottleneck(costs, min_in_flight, stage_ranks) for costs in kind_costs)
+    answers = (find_bottleneck(costs, min_in_flight, stage_ranks) for costs in kind_costs)
     times = np.stack([np.where(num_bytes > cap, INFEASIBLE, np.minimum(ns, INFEASIBLE)) for ns, num_bytes in answers])
     return times.min(axis=0), times.argmin(axis=0)
 
@@ -332,7 +332,7 @@ class _Table:
         if max_tokens is not None and encoder + decoder > max_tokens:
             raise PlanError(f"{name} is above the cap of {max_tokens} tokens per micro-batch: raise it or truncate")
         columns = (parts[0].take([int(self.cells[0, self.member[place]])]) for parts in self.priced)
-        needed = min(int(bottleneck(one, self.min_in_flight, self.stage_ranks)[1][0]) for one in columns)
+        needed = min(int(find_bottleneck(one, self.min_in_flight, self.stage_ranks)[1][0]) for one in columns)
         if needed >= INFEASIBLE or max_bytes is None or needed <= max_bytes:
             raise PlanError(f"{name} has no price on these costs (outside the measured grid?): truncate it")
         raise PlanError(

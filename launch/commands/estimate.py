@@ -167,7 +167,7 @@ def _refuse_flags_of_ways(args: argparse.Namespace) -> None:
 def question_of(args: argparse.Namespace) -> Question:
     """Errors: ConfigError, DataError for what cannot be asked."""
     architecture, name = read_model(args.model)
-    cluster = Cluster.of(
+    cluster = Cluster.from_device(
         DEVICES[args.device],
         nodes=args.nodes,
         gpus_per_node=args.gpus_per_node,

@@ -266,7 +266,7 @@ class _TimedProfiler:
         measured = self._profiler.measure(part, micro_batch, bytes_only=bytes_only)
         if measured and not bytes_only:
             run_s = measured.forward_s + measured.backward_s
-            self.spent.took(part, [micro_batch], run_s, time.monotonic() - start_s)
+            self.spent.record(part, [micro_batch], run_s, time.monotonic() - start_s)
         return measured
 
     def measure_pieces(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None:
@@ -274,7 +274,7 @@ class _TimedProfiler:
         measured = self._profiler.measure_pieces(pieces, bytes_only=bytes_only)
         if measured and not bytes_only:
             run_s = sum(measured.forward_s) + sum(measured.backward_s)
-            self.spent.took("layer", pieces, run_s, time.monotonic() - start_s)
+            self.spent.record("layer", pieces, run_s, time.monotonic() - start_s)
         return measured
 
 
@@ -293,7 +293,7 @@ def _measure(job: _Job, env: RankEnv) -> int:
         _fill(profile, timed, job, part if is_first else None)
         clock = "CPU seconds" if device.type == "cpu" else "seconds"
         provenance = job.provenance(device_name) | {"clock": clock, "measured": profile.to_json()}
-        provenance |= {"exchanges": profile.blocks_to_json()} if profile.blocks else {}
+        provenance |= {"exchanges": profile.dump_blocks()} if profile.blocks else {}
         table = make_cost_table(
             profile,
             job.within,
@@ -309,7 +309,7 @@ def _measure(job: _Job, env: RankEnv) -> int:
     provenance["held_out_error"] = {group: one.mean for group, one in errors.items()}
     write_output(args.out, json.dumps(table.to_json() | {"provenance": provenance}, separators=(",", ":")) + "\n")
     part.remove()
-    took_s, num_shapes = time.monotonic() - job.start_s, len(profile.shapes())
+    took_s, num_shapes = time.monotonic() - job.start_s, len(profile.list_shapes())
     summary = {"out": str(args.out), "shapes": num_shapes, "seconds": took_s, "device": device_name}
     summary["held_out_error"] = {group: one.to_json() for group, one in errors.items()}
     summary |= {"blocks": to_json(table.blocks)} if table.blocks else {}
@@ -322,14 +322,14 @@ def _fill(profile: Profile, profiler: _TimedProfiler, job: _Job, part: _PartFile
     """Measure until the profile prices well enough, or the time is over. The rank that has the `part` file shows how
     far it is, and writes what is measured there."""
     args, within, is_first, spent = job.args, job.within, part is not None, profiler.spent
-    most_shapes = max(args.max_shapes, len(within.first()))
+    most_shapes = max(args.max_shapes, len(within.list_first()))
     with WorkProgress("measuring shapes", most_shapes, enabled=is_first) as progress:
-        progress.advance(done := len(profile.shapes()))
+        progress.advance(done := len(profile.list_shapes()))
 
         def go_on(profile: Profile) -> bool:
             nonlocal done
-            progress.advance(len(profile.shapes()) - done)
-            done = len(profile.shapes())
+            progress.advance(len(profile.list_shapes()) - done)
+            done = len(profile.list_shapes())
             if part:
                 part.write(profile)
             return spent.has(0.0, share=_SHAPES_END)
@@ -342,7 +342,7 @@ def _fill(profile: Profile, profiler: _TimedProfiler, job: _Job, part: _PartFile
             most_shapes=most_shapes,
             go_on=go_on,
             in_time=lambda shape: spent.has(
-                profile.expected_s(shape, spent, within),
+                profile.expect_s(shape, spent, within),
                 share=_LONGEST_END if shape == within.longest_row else _SHAPES_END,
             ),
         )
@@ -353,7 +353,7 @@ def _fill(profile: Profile, profiler: _TimedProfiler, job: _Job, part: _PartFile
                 profiler.measure_pieces,
                 within,
                 progress.advance,
-                lambda pieces: spent.has(1.5 * spent.expected_s("layer", pieces), share=_PIECES_END),
+                lambda pieces: spent.has(1.5 * spent.expect_s("layer", pieces), share=_PIECES_END),
             )
         if is_first and not profile.pieces:
             print("no sample fits in pieces, or in time: the table will have no price for them", file=sys.stderr)
@@ -364,7 +364,7 @@ def _errors(table: CostTable, profiler: _TimedProfiler, job: _Job) -> dict[str, 
     within, spent = job.within, profiler.spent
 
     def in_time(micro_batch: MicroBatch) -> bool:
-        return spent.has(sum(spent.expected_s(part, [micro_batch]) for part in within.parts))
+        return spent.has(sum(spent.expect_s(part, [micro_batch]) for part in within.parts))
 
     errors: dict[str, HeldOutErrors] = {}
     if table.facts.prices_pieces:
@@ -374,12 +374,12 @@ def _errors(table: CostTable, profiler: _TimedProfiler, job: _Job) -> dict[str, 
             table,
             profiler.measure_pieces,
             samples,
-            lambda pieces: spent.has(spent.expected_s("layer", pieces), share=(1 + _PIECES_END) / 2),
+            lambda pieces: spent.has(spent.expect_s("layer", pieces), share=(1 + _PIECES_END) / 2),
         )
     groups = _held_out(within, job.args.held_out, job.config.run.seed)
     if table.facts.slices_head:
         kind = with_sliced_head(within.recomputes)[0]
-        groups["head in slices"] = [_padded(shape, kind) for shape in within.in_slices(job.args.held_out)]
+        groups["head in slices"] = [_padded(shape, kind) for shape in within.list_sliced(job.args.held_out)]
     in_turn = itertools.zip_longest(*groups.values())
     pairs = [(name, one) for ones in in_turn for name, one in zip(groups, ones, strict=True) if one is not None]
     of_each = [(name, held_out_errors(table, profiler.measure, [one], in_time)) for name, one in pairs]
@@ -405,7 +405,7 @@ def _job(args: argparse.Namespace, start_s: float) -> _Job:
             " one kind of layer: train without it, counted costs at a measured rate tell them apart"
         )
     within = _range(args, model, tp if config.topology.sequence_parallel else 1)
-    if args.max_shapes < (fewest := len(within.first())):
+    if args.max_shapes < (fewest := len(within.list_first())):
         print(
             f"--max-shapes is {args.max_shapes} but a table needs {fewest} at least: as many are measured",
             file=sys.stderr,
@@ -468,7 +468,7 @@ def _range(args: argparse.Namespace, model: Architecture, multiple: int) -> Prof
 
 def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence[MicroBatch]]:
     """Padded shapes, and packed rows of documents or pairs of very different lengths, within what the table knows."""
-    shapes = within.held_out(count, seed)
+    shapes = within.draw_held_out(count, seed)
     kinds: list[Recompute] = [within.recomputes[i % len(within.recomputes)] for i in range(count)]
     padded = [_padded(shape, kind) for shape, kind in zip(shapes, kinds, strict=True)]
     random, packed = np.random.default_rng(seed + 1), []
@@ -521,7 +521,7 @@ class _PartFile:
         return Profile.from_json(fields.one("points", list), str(self._path), blocks)
 
     def write(self, profile: Profile) -> None:
-        measured = {"points": profile.to_json(), "blocks": profile.blocks_to_json()}
+        measured = {"points": profile.to_json(), "blocks": profile.dump_blocks()}
         write_atomic(self._path, json.dumps({"format": _FORMAT, "key": self._key, **measured}))
 
     def remove(self) -> None:

@@ -30,7 +30,7 @@ from dynapipe_ext.batch.topology import (
     require_whole_layers,
 )
 from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, require_whole_vocabulary, split_vocabulary
-from dynapipe_ext.costs.adapters import adapter_costs, with_idle_weights
+from dynapipe_ext.costs.adapters import price_adapters, with_idle_weights
 from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.layers import count_stage_layers, first_decoder_stage
@@ -315,7 +315,7 @@ def _trained_alone(config: TrainConfig, costs: CostModel, topology: Topology) ->
     if not config.lora.enabled or model.described is None:
         return costs.with_exact_sums(BYTES_PER_PARAMETER[recipe][0]) if exact_sums else costs
     architecture, zero_stage = model.described.padded(), config.deepspeed.zero_stage
-    return adapter_costs(
+    return price_adapters(
         costs,
         config.lora,
         architecture,

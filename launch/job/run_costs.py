@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.batch.micro_batches import round_up
-from dynapipe_ext.costs.adjustments import adjust, fitted_times
+from dynapipe_ext.costs.adjustments import adjust, find_fitted_times
 from dynapipe_ext.costs.analytic import AnalyticCosts, MeasuredAdapters
 from dynapipe_ext.costs.interchange import read_cost_file, run_costs_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -110,14 +110,14 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
             file_costs = adjust(read_cost_file(config.plan.costs), frozen=None)  # the settings say what trains
             refuse_table_of_other_model(file_costs, config, architecture, config.plan.costs)
             costs_of_file = costs_of_settings(config, file_costs, where, vocab_size=vocab_size, on_host=on_host)
-        if saved is None or (costs_of_file is not None and not fitted_times(saved)):
+        if saved is None or (costs_of_file is not None and not find_fitted_times(saved)):
             assert costs_of_file is not None
             return costs_of_file
         counted_anew = adjust(saved, frozen=None)  # of what trains: by the settings
         placed = costs_of_settings(config, counted_anew, where, vocab_size=vocab_size, on_host=on_host)
-        if fitted_times(saved) and not fitted_times(placed):
+        if find_fitted_times(saved) and not find_fitted_times(placed):
             print("the costs that the run has fitted are of other stages: it starts from those before", file=sys.stderr)
-        is_fitted_to_file = bool(fitted_times(placed)) and costs_of_file == adjust(placed, fitted=None)
+        is_fitted_to_file = bool(find_fitted_times(placed)) and costs_of_file == adjust(placed, fitted=None)
         return placed if costs_of_file is None or is_fitted_to_file else costs_of_file
     warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.measuring.rate import measure_rate, measure_stored
@@ -188,7 +188,7 @@ def costs_of_settings(
         settled = configured_costs(config, counted)
         return kept_on_host(settled) if on_host else settled
 
-    return costs.with_topology(topology_of(config))[0].recount(configured)
+    return costs.with_topology(topology_of(config))[0].change_analytic(configured)
 
 
 def kept_on_host(costs: AnalyticCosts) -> AnalyticCosts:

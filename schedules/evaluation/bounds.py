@@ -179,7 +179,7 @@ def find_batch_floor(
     """
     if not samples or any(sample.start for sample in samples):
         return None
-    floor = costs.floor(tuple(stage_ranks), split=split)
+    floor = costs.get_floor(tuple(stage_ranks), split=split)
     if floor is None or (pieces and isinstance(floor, TablePoints) and floor.attended_ns is None):
         return None
     lengths = [(length, sample.decoder) for sample in samples for length in sample.documents]
@@ -212,7 +212,7 @@ def _measure_padded(points: TablePoints, needs: FloatArray, counts: IntArray, me
     def find_least(tables: Sequence[PointTable], some: FloatArray) -> list[FloatArray]:
         place = points.place(some)
         fits = None if memory_limit_bytes is None else points.fits(place, memory_limit_bytes)
-        return [table.least(place, fits) for table in tables]
+        return [table.find_min(place, fits) for table in tables]
 
     first, last = _find_extremes(needs, least=True), _find_extremes(needs, least=False)
     work = [math.fsum(counts * values) for values in find_least(points.work, needs)]

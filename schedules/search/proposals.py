@@ -14,7 +14,7 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, round_up, sample_pieces
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, bottleneck
+from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, find_bottleneck
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.balance import assign_replicas
 from dynapipe_ext.partitioning.packing import (
@@ -211,7 +211,7 @@ class StepProblem:
     def _assign_units(self, rows: Sequence[MicroBatch], step: int) -> Replicas:
         units = list(sample_pieces(rows))
         units += [(m,) for m in sorted(set(range(len(rows))) - {m for unit in units for m in unit})]
-        time_ns: list[int] = bottleneck(self.costs.evaluate(rows))[0].tolist()
+        time_ns: list[int] = find_bottleneck(self.costs.evaluate(rows))[0].tolist()
         groups = self._assign([sum(time_ns[m] for m in unit) for unit in units], units, step)
         return [[rows[m] for i in group for m in units[i]] for group in groups]
 
@@ -231,7 +231,7 @@ class StepProblem:
         return [1] if self.forward_only else list(dict.fromkeys(counts))
 
     def find_bottleneck(self, costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
-        return bottleneck(costs, min_in_flight, self.topology.stage_ranks)
+        return find_bottleneck(costs, min_in_flight, self.topology.stage_ranks)
 
     def _assign_parts(
         self,

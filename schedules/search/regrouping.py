@@ -9,7 +9,7 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MicroBatch, round_up
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import IntArray, bottleneck
+from dynapipe_ext.costs.model import IntArray, find_bottleneck
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.padded import Cut, RangeCosts
 from dynapipe_ext.reproducible import non_negative_least_squares
@@ -29,7 +29,7 @@ def exchange_samples(priced: RangeCosts, cuts: Sequence[Cut]) -> list[MicroBatch
     side. None becomes much longer, or exceeds the limit of tokens. Record-to-record travel (Dueck 1993), as in the
     search; a function of its arguments. The caller prices the result. Raises PlanError if too few shapes are priced.
     """
-    times = bottleneck(priced.kind_costs[0], stage_ranks=priced.stage_ranks)[0]
+    times = find_bottleneck(priced.kind_costs[0], stage_ranks=priced.stage_ranks)[0]
     usual_ns = sorted(priced.compute_times(cuts))[len(cuts) // 2]
     law = fit_shape_law(priced.sizes, times, usual_ns)
     if law is None:

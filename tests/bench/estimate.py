@@ -91,7 +91,7 @@ def published() -> list[dict[str, Any]]:
             question = Question(
                 architecture=a,
                 name=name,
-                cluster=Cluster.of(DEVICES["a100"], nodes=devices // 8, gpus_per_node=8),
+                cluster=Cluster.from_device(DEVICES["a100"], nodes=devices // 8, gpus_per_node=8),
                 data=distribution_data("uniform:2048", a, 0),
                 limits=Limits(tp=(tp,), pp=(pp,), recomputes=(kind,), offloads=("none",)),
             )
@@ -118,7 +118,7 @@ def runs() -> list[dict[str, Any]]:
         question = Question(
             architecture=a,
             name=model,
-            cluster=Cluster.of(DEVICES[device], nodes=devices // 8, gpus_per_node=8),
+            cluster=Cluster.from_device(DEVICES[device], nodes=devices // 8, gpus_per_node=8),
             data=distribution_data(f"uniform:{length}", a, 0),
             limits=Limits(tp=tp, pp=pp),
         )
@@ -143,7 +143,7 @@ def question_of_70b() -> dict[str, Any]:
     question = Question(
         architecture=a,
         name="llama-2-70b",
-        cluster=Cluster.of(DEVICES["a100"], nodes=6, gpus_per_node=4),
+        cluster=Cluster.from_device(DEVICES["a100"], nodes=6, gpus_per_node=4),
         data=distribution_data("", a, 0),
     )
     start_s = time.process_time()

@@ -343,7 +343,10 @@ def test_pieces_hold_what_is_predicted_of_unfused_layers(alone, recompute, num_p
         MicroBatch((SampleLength(0, LONG // num_pieces, start=start),), "packed", recompute, "carried")
         for start in range(0, LONG, LONG // num_pieces)
     ]
-    shape, cpu = replace(GQA.shape, max_seq_len=LONG, family="llama"), Cluster.of(DEVICES["cpu"], gpus_per_node=1)
+    shape, cpu = (
+        replace(GQA.shape, max_seq_len=LONG, family="llama"),
+        Cluster.from_device(DEVICES["cpu"], gpus_per_node=1),
+    )
     strategy = Strategy(topology=ONE)
     costs = estimate_costs(shape, cpu, strategy, precision="fp32", recipe="fp32", layout="packed").evaluate(rows)
     held = alone.held[recompute][num_pieces == 16]

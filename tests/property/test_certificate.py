@@ -284,7 +284,7 @@ def test_no_split_of_six_samples_beats_the_batch_bound_on_one_stage(decoder: boo
     raised = 0
     for seed in range(6):
         costs = table(Topology(dp=dp), seed=seed, decoder=decoder, missing=0.2 * (seed % 2))
-        tight = int(costs.static_bytes()[0]) + 270_000_000
+        tight = int(costs.count_static_bytes()[0]) + 270_000_000
         unlimited = None
         for limit_bytes in (None, tight):
             best = best_on_one_stage_ns(costs, lengths, dp=dp, limit_bytes=limit_bytes)
@@ -465,7 +465,7 @@ def test_the_batch_bound_is_the_one_that_brute_force_finds(
         topology = split_vocabulary(Topology(pp=3, dp=dp), "head")
     costs = table(topology, seed=seed, decoder=decoder, missing=missing)
     needs = [(e, d * decoder) for e, d in lengths]
-    limit = None if room_mb is None else int(costs.static_bytes().sum()) + room_mb * 10**6
+    limit = None if room_mb is None else int(costs.count_static_bytes().sum()) + room_mb * 10**6
     floor = find_batch_floor(costs, samples_of(needs), placement, split=split, packed=packed, memory_limit_bytes=limit)
     found = batch_bound_ns(costs, needs, placement, dp=dp, split=split, packed=packed, limit_bytes=limit)
     exact = packed or (not decoder and limit is None)

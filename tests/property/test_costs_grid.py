@@ -24,11 +24,11 @@ def test_a_multilinear_function_is_interpolated_exactly_inside_and_held_below(ax
         table[point] = float(np.prod([a + b * x for (a, b), x in zip(slopes, point, strict=True)]))
     grid = Grid.from_points({"value": table})
     places = np.array([rng.uniform(0.3 * axis[0], axis[-1], 50) for axis in axes])
-    values, known = grid.at(list(places))
+    values, known = grid.interpolate(list(places))
     held = np.maximum(places, [[axis[0]] for axis in axes])
     assert known.all()
     assert np.allclose(values[0], np.prod(slopes[:, :1] + slopes[:, 1:] * held, axis=0), rtol=1e-9)
-    assert Grid.from_json(grid.to_json()).at(list(places))[0].tolist() == values.tolist()
+    assert Grid.from_json(grid.to_json()).interpolate(list(places))[0].tolist() == values.tolist()
 
 
 @STEADY
@@ -43,7 +43,7 @@ def test_an_answer_is_known_exactly_if_no_missing_corner_carries_weight(
     grid = Grid.from_points({"value": have})
     places = rng.integers(1, 520, (2, 60)).astype(float)
     places[:, :10] = np.array([points[i] for i in rng.integers(0, len(points), 10)], float).T
-    values, known = grid.at(list(places))
+    values, known = grid.interpolate(list(places))
     for i, (x, y) in enumerate(np.maximum(places.T, [rows[0], lengths[0]])):
         corners = itertools.product(
             {max((p for p in rows if p <= x), default=rows[0]), min((p for p in rows if p >= x), default=None)},

@@ -35,7 +35,7 @@ def forward_costs(seed: int, num_stages: int, count: int) -> MicroBatchCosts:
         transfer_ns=table(int(rng.integers(1, 50)), num_stages - 1),
         transfer_bytes=table(5, num_stages - 1),
         static_bytes=rng.integers(0, 9, num_stages),
-    ).forwards()
+    ).drop_backwards()
 
 
 def ends_at(costs: MicroBatchCosts, placement: tuple[int, ...], order: Sequence[int]) -> int:

@@ -77,7 +77,7 @@ class Case:
         precision = "fp32" if self.dtype == "float32" else "bf16"
         return estimate_costs(
             self.architecture,
-            Cluster.of(DEVICES["cpu"], gpus_per_node=self.topology.world_size),
+            Cluster.from_device(DEVICES["cpu"], gpus_per_node=self.topology.world_size),
             strategy,
             precision=precision,
             recipe="fp32" if precision == "fp32" else "megatron",
@@ -88,7 +88,7 @@ class Case:
         """By stage: weights, gradients, optimizer; `stored` from forward to backward; `peak` beside states."""
         costs = self.costs
         priced, device = costs.evaluate([self.micro_batch]), costs.states.device
-        messages = costs.message_bytes(priced)
+        messages = costs.count_message_bytes(priced)
         return [
             {name: int(getattr(device, name)[stage]) for name in PARTS}
             | {

@@ -50,7 +50,7 @@ def found() -> dict[str, object]:
     lengths = random.integers(16, 500, 60).tolist()
     plan = Planner(Topology(pp=2), table.with_topology(Topology(pp=2))[0], memory_limit_bytes=1e9, seed=0).plan(lengths)
     return {
-        "errors of shapes": [(shape, error) for shape, error in profile.errors(within).items()],
+        "errors of shapes": [(shape, error) for shape, error in profile.find_errors(within).items()],
         "surface of the simplest fit": list(compute_left_out_errors(points).values()),
         "table": table.to_json(),
         "coefficients": quadratic_coefficients(table, [16, 100, 300, 512]),

@@ -85,7 +85,7 @@ def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
     assert own.with_topology(None) == (own, Topology(pp=2))
     assert own.with_topology(Topology(tp=4, pp=2)) == (own, Topology(tp=4, pp=2))
     assert own.facts.has_decoder is None
-    assert own.recount(lambda counted: counted) is own.with_exact_sums(2) is own
+    assert own.change_analytic(lambda counted: counted) is own.with_exact_sums(2) is own
     assert find_batch_floor(own, sample_lengths([3]), (0, 1), split=False, packed=False) is None
     with pytest.raises(ConfigError, match="Own has no to_json, by which planner processes"):
         cost_model_to_json(own)
@@ -94,7 +94,7 @@ def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
 def test_costs_that_were_fitted_recount_what_they_were_fitted_to() -> None:
     counted = AnalyticCosts(GPT, Topology(pp=2))
     fitted = AdjustedCosts(counted, fitted=FittedTimes(({"F": TimeCorrection(2.0)}, {})))
-    again = fitted.recount(lambda costs: replace(costs, split_backward=True))
+    again = fitted.change_analytic(lambda costs: replace(costs, split_backward=True))
     assert again == replace(fitted, prices=replace(counted, split_backward=True))
 
 
@@ -109,8 +109,8 @@ def test_shapes_are_priced_one_by_one_where_a_model_prices_micro_batches_alone()
 
 def test_a_model_of_ones_own_may_promise_a_floor_and_is_bounded_by_it() -> None:
     class Promising(UserCosts):
-        def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: Any = None) -> Floor | None:
-            return TOKENS.floor(stage_ranks, split=split)
+        def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: Any = None) -> Floor | None:
+            return TOKENS.get_floor(stage_ranks, split=split)
 
     promising = Promising(Own())
     own, full = (

@@ -17,7 +17,7 @@ from dynapipe_ext.costs.adjustments import (
     FrozenWeights,
     TimeCorrection,
     adjust,
-    fitted_times,
+    find_fitted_times,
     list_times,
 )
 from dynapipe_ext.costs.analytic import AnalyticCosts
@@ -109,7 +109,7 @@ def test_costs_are_fitted_where_they_are_far_off_and_the_fit_is_much_closer_and_
 
 def test_noise_alone_makes_no_terms_of_its_own() -> None:
     corrections = fit_times(RIGHT, measured(RIGHT, RIGHT, batches(0), letters="FB", noise=0.15))
-    times = fitted_times(corrections)
+    times = find_fitted_times(corrections)
     assert times is not None
     for stage in times.corrections:
         for correction in stage.values():
@@ -138,7 +138,7 @@ def test_shapes_cost_what_their_micro_batches_do_and_what_cannot_be_stays_so() -
             of = RIGHT.price(features)
             return replace(of, **{n: np.full_like(getattr(of, n), INFEASIBLE) for n in ("forward_ns", "backward_ns")})
 
-    never = AdjustedCosts(Short(), fitted=fitted_times(costs)).evaluate_shapes([1, 2], 8)  # type: ignore[arg-type]
+    never = AdjustedCosts(Short(), fitted=find_fitted_times(costs)).evaluate_shapes([1, 2], 8)  # type: ignore[arg-type]
     assert (never.forward_ns == INFEASIBLE).all()
     assert (never.backward_ns == INFEASIBLE).all()
 
@@ -148,7 +148,7 @@ def test_fitted_times_are_of_their_stages_with_any_number_of_replicas() -> None:
     costs = adjust(counted, fitted=FittedTimes(({"F": TimeCorrection(2.0)},) * 4))
     wider, _ = costs.with_topology(Topology(tp=2, pp=4, dp=8).with_layers(32))
     assert isinstance(wider, AdjustedCosts)
-    assert wider.fitted == fitted_times(costs)
+    assert wider.fitted == find_fitted_times(costs)
     assert wider.prices == counted.with_topology(Topology(tp=2, pp=4, dp=8).with_layers(32))[0]
     for other in (Topology(tp=2, pp=8), Topology(tp=1, pp=4), Topology(tp=2, pp=4, layers_per_stage=(7, 9, 8, 8))):
         assert isinstance(costs.with_topology(other.with_layers(32))[0], AnalyticCosts)
@@ -217,5 +217,5 @@ def test_frozen_and_fitted_shapes_cost_what_their_micro_batches_do(recompute: Re
     times = FittedTimes(({"F": TimeCorrection(1.5, 9), "I": TimeCorrection(0.5), "W": TimeCorrection(2.0)},) * 4)
     costs = adjust(adjust(counted, frozen=FrozenWeights((0.1,) * 4, token_bytes=(64,) * 4)), fitted=times)
     one = costs.evaluate([MicroBatch(tuple(SampleLength(i, 40) for i in range(3)), recompute=recompute)])
-    assert one.digest() == costs.evaluate_shapes([3], [40], 0, recompute).digest()
+    assert one.compute_digest() == costs.evaluate_shapes([3], [40], 0, recompute).compute_digest()
     assert costs.facts == counted.facts

@@ -11,7 +11,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.adapters import adapter_costs
+from dynapipe_ext.costs.adapters import price_adapters
 from dynapipe_ext.costs.analytic import AnalyticCosts, MeasuredAdapters
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
@@ -196,9 +196,11 @@ def test_full_recomputation_needs_a_whole_layer_while_it_runs() -> None:
 
 def test_states_are_18_bytes_a_parameter_or_6_and_12_over_dp() -> None:
     count = count_parameters(SMALL, Topology()).total[0]
-    assert bare(topology=Topology(dp=4)).static_bytes().tolist() == [18 * count]
-    assert bare(topology=Topology(dp=4), distributed_optimizer=True).static_bytes().tolist() == [6 * count + 3 * count]
-    assert bare(param_bytes=4).static_bytes().tolist() == [16 * count]
+    assert bare(topology=Topology(dp=4)).count_static_bytes().tolist() == [18 * count]
+    assert bare(topology=Topology(dp=4), distributed_optimizer=True).count_static_bytes().tolist() == [
+        6 * count + 3 * count
+    ]
+    assert bare(param_bytes=4).count_static_bytes().tolist() == [16 * count]
 
 
 def test_transfers_take_latency_and_bytes_over_bandwidth_and_none_within_a_rank() -> None:
@@ -277,7 +279,7 @@ def test_bytes_under_adapters_are_the_measured_ones_where_these_train_and_no_oth
     kept_inputs = 2 * 2 * 2 * 32 * 64  # of two layers, whole, however little they store else
     stored = adapted.evaluate(batch).stored_bytes
     assert stored[0].tolist() == [-(-plain[0, 0] // 2), kept_inputs]
-    head = adapted.head_bytes(batch)
+    head = adapted.count_head_bytes(batch)
     assert head[0].tolist() == [0, 0]
     assert head[1].tolist() == np.ceil(0.9 * (plain[1] - plain[0])).tolist()
     assert (stored[1] - head[1]).tolist() == stored[0].tolist()
@@ -288,7 +290,7 @@ def test_measured_adapters_are_not_counted_once_more() -> None:
     base = bare()
     for measured, num_bytes in ((MeasuredAdapters(lora.stored_as, 1.0, 1.0), 0), (None, 4 * 2 * 8 * 32)):
         counted = replace(base, adapters=lora.stored_as, measured_adapters=measured)
-        costs = adapter_costs(counted, lora, SMALL, Topology(), recipe="megatron").evaluate([padded(1, 32)])
+        costs = price_adapters(counted, lora, SMALL, Topology(), recipe="megatron").evaluate([padded(1, 32)])
         assert (costs.stored_bytes - base.evaluate([padded(1, 32)]).stored_bytes).tolist() == [[num_bytes]]
 
 

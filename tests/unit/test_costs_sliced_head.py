@@ -71,7 +71,7 @@ def test_all_bytes_of_logits_of_a_row_of_32k_tokens_are_an_eighth_or_less():
 def test_a_head_of_no_more_positions_than_a_slice_is_whole():
     for costs, decoder in ((SLICED, 0), (PAIRS, HEAD_SLICE)):
         whole, sliced = (costs.evaluate(one(HEAD_SLICE, kind, decoder)) for kind in ("none", "head"))
-        assert whole.digest() == sliced.digest()
+        assert whole.compute_digest() == sliced.compute_digest()
         longer = [costs.evaluate(one(2 * HEAD_SLICE, kind, 2 * decoder)) for kind in ("full", "head+full")]
         assert longer[1].stored_bytes[-1, 0] < longer[0].stored_bytes[-1, 0]
 
@@ -80,7 +80,7 @@ def test_shapes_as_arrays_cost_what_micro_batches_cost():
     for costs, decoder in ((SLICED, 0), (PAIRS, 1500)):
         for kind in ALL_RECOMPUTES:
             arrays = costs.evaluate_shapes([1], [3000], [decoder], kind)
-            assert arrays.digest() == costs.evaluate(one(3000, kind, decoder)).digest(), kind
+            assert arrays.compute_digest() == costs.evaluate(one(3000, kind, decoder)).compute_digest(), kind
 
 
 def test_costs_without_slices_refuse_them_and_are_written_as_before():

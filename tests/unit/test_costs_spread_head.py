@@ -12,7 +12,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, sample_lengths
 from dynapipe_ext.batch.topology import Topology, Vocabulary
 from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
-from dynapipe_ext.costs.adapters import adapter_costs
+from dynapipe_ext.costs.adapters import price_adapters
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import list_reading_stages
@@ -200,7 +200,7 @@ def test_who_cannot_spread_a_vocabulary_says_so(tmp_path: Path) -> None:
         "a table with a decoder side does not": lambda: pairs.with_topology(four),
         "this model ties its head to it": lambda: tied.with_topology(four),
         "vocab_size 770 does not divide over tp 2 x pp 3": lambda: AnalyticCosts(odd, HEAD),
-        "a model with adapters does not": lambda: adapter_costs(counted(HEAD), lora, MODEL, HEAD, recipe="mixed"),
+        "a model with adapters does not": lambda: price_adapters(counted(HEAD), lora, MODEL, HEAD, recipe="mixed"),
     }
     for message, make in refused.items():
         with pytest.raises(ConfigError, match=message):

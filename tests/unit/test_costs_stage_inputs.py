@@ -45,7 +45,7 @@ def measured() -> CostTable:
 
 def on_a_cluster(device: str) -> CostModel:
     strategy = Strategy(topology=Topology(tp=2, pp=4), sequence_parallel=True)
-    cluster = Cluster.of(DEVICES[device], gpus_per_node=8)
+    cluster = Cluster.from_device(DEVICES[device], gpus_per_node=8)
     return estimate_costs(LLAMA, cluster, strategy, precision="bf16", recipe="megatron")
 
 
@@ -65,7 +65,9 @@ MODELS: dict[str, CostModel] = {
 @pytest.mark.parametrize("name", ["counted", "pairs", "on GPUs", "on CPUs"])
 def test_logits_are_stored_unless_the_last_stage_is_recomputed(name) -> None:
     samples = (SampleLength(0, 24, 8 * (name == "pairs")),)
-    none, stage = (MODELS[name].head_bytes([MicroBatch(samples, recompute=kind)])[-1] for kind in ("none", "stage"))
+    none, stage = (
+        MODELS[name].count_head_bytes([MicroBatch(samples, recompute=kind)])[-1] for kind in ("none", "stage")
+    )
     assert none > stage == 0
 
 

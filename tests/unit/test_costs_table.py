@@ -184,7 +184,7 @@ def layer_at(grid: Grid | None, place: np.ndarray) -> np.ndarray:
     """Forward, backward, W in ms, MB stored and MB at the peak: (5, M)."""
     layer = np.zeros((5, place.shape[1]))
     if grid is not None:
-        values, _ = grid.at(list(place))
+        values, _ = grid.interpolate(list(place))
         for row, name in enumerate(("forward_ms", "backward_ms", "weight_ms", "stored_mb", "peak_mb")):
             if name in grid.columns:
                 layer[row] = values[grid.columns.index(name)]
@@ -241,8 +241,8 @@ def test_halves_add_their_times_and_bytes_and_each_works_beside_all_that_is_stor
 def test_states_are_8_bytes_of_parameters_sharded_by_zero_1_with_two_embeddings_in_an_encoder_decoder(
     tmp_path: Path,
 ) -> None:
-    assert t5(tmp_path).static_bytes().tolist() == [int(1e6 * 8 * x) for x in (9 + 7.5, 6, 12 + 7.5, 8)]
-    assert gpt(tmp_path).static_bytes().tolist() == [int(1e6 * 5 * x) for x in (9 + 7.5, 6, 6)]
+    assert t5(tmp_path).count_static_bytes().tolist() == [int(1e6 * 8 * x) for x in (9 + 7.5, 6, 12 + 7.5, 8)]
+    assert gpt(tmp_path).count_static_bytes().tolist() == [int(1e6 * 5 * x) for x in (9 + 7.5, 6, 6)]
 
 
 def test_w_takes_its_share_of_the_backward(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_files_that_are_no_cost_table_are_refused(tmp_path: Path) -> None:
 
 def test_an_axis_of_one_point_answers_at_and_below_it_only() -> None:
     grid = Grid.from_points({"x": {(1, 8): 2.0, (1, 16): 4.0}})
-    values, known = grid.at([np.array([0.5, 1.0, 2.0]), np.array([12.0, 4.0, 8.0])])
+    values, known = grid.interpolate([np.array([0.5, 1.0, 2.0]), np.array([12.0, 4.0, 8.0])])
     assert values[0, :2].tolist() == [3.0, 2.0]
     assert known.tolist() == [True, True, False]
 

@@ -55,7 +55,7 @@ def test_a_tax_stands_for_exchanges_that_no_links_count() -> None:
     overhead = 7_000 + 2 * 300
     np.testing.assert_allclose(taxed.forward_ns - overhead, 1.25 * (free.forward_ns - overhead), atol=1)
     np.testing.assert_allclose(taxed.backward_ns - overhead, 1.25 * (free.backward_ns - overhead), atol=1)
-    assert counted(width_tax=0.25).evaluate([ROW]).digest() == counted().evaluate([ROW]).digest()
+    assert counted(width_tax=0.25).evaluate([ROW]).compute_digest() == counted().evaluate([ROW]).compute_digest()
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,12 @@ def test_a_transfer_is_latency_and_bytes_over_bandwidth_rounded_up_exactly(num_b
 def test_boundaries_cross_nodes_as_ranks_lie_in_megatron_order(
     topology: Topology, ranks_per_node: int, crossing: list[bool]
 ) -> None:
-    assert links(ranks_per_node).boundaries(topology) == tuple(SLOW if crosses else FAST for crosses in crossing)
+    assert links(ranks_per_node).list_boundaries(topology) == tuple(SLOW if crosses else FAST for crosses in crossing)
 
 
 def test_stages_of_one_rank_send_nothing_and_a_v_turns_back_over_the_same_links() -> None:
     topology = Topology(pp=4, tp=2, placement=(0, 1, 2, 3, 3, 2, 1, 0))
-    assert links(4).boundaries(topology) == (FAST, SLOW, FAST, None, FAST, SLOW, FAST)
+    assert links(4).list_boundaries(topology) == (FAST, SLOW, FAST, None, FAST, SLOW, FAST)
 
 
 def test_analytic_transfers_take_the_link_of_their_boundary() -> None:

@@ -65,7 +65,7 @@ def test_the_tax_is_what_slices_take_beyond_their_share() -> None:
     assert times.block(4).tax == pytest.approx(0.2)
     assert times.block(2).tax == 0.0  # faster than half: not cheaper than free
     assert BlockTimes.from_json(json.loads(json.dumps(times.to_json()))) == times
-    assert times.errors(4).max() < 1e-2
+    assert times.find_errors(4).max() < 1e-2
     for damage in ({"whole_s": 0.0}, {"even_s": {10: 1e-6}}, {"gathered_s": {10: 1e-6, 20: float("nan")}}):
         with pytest.raises(DataError, match="measure again"):
             replace(times, **damage)  # type: ignore[arg-type]
@@ -133,11 +133,11 @@ def test_steps_take_a_width_where_measured_links_are_worth_it(link: Link, width:
 def test_a_limit_in_seconds_says_what_there_is_time_for(tmp_path: Path) -> None:
     now = [0.0]
     spent = MeasuringTime(0.0, 100.0, 64, lambda answer: answer, lambda: now[0])
-    assert spent.expected_s("layer", [ROW]) == 0.0
-    spent.took("layer", [ROW], run_s=0.5, taken_s=12.0)  # twice as long as twelve runs: a machine that others use
-    assert spent.expected_s("layer", [ROW]) == pytest.approx(12.0)
+    assert spent.expect_s("layer", [ROW]) == 0.0
+    spent.record("layer", [ROW], run_s=0.5, taken_s=12.0)  # twice as long as twelve runs: a machine that others use
+    assert spent.expect_s("layer", [ROW]) == pytest.approx(12.0)
     long = MicroBatch((SampleLength(0, 4096),), "packed")
-    assert spent.expected_s("layer", [long]) > 4 * 12.0
+    assert spent.expect_s("layer", [long]) > 4 * 12.0
     assert spent.has(54.0, share=0.55)
     assert not spent.has(56.0, share=0.55)
     now[0] = 54.0

@@ -11,7 +11,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import bottleneck
+from dynapipe_ext.costs.model import find_bottleneck
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.padded import Cut, MicroBatchLimits, RangeCosts, price_cuts, sort_samples
@@ -55,12 +55,12 @@ def test_cuts_reach_beyond_the_longest_sample_and_break_no_cap() -> None:
     longest = max(s.encoder for s in samples)
     caps = MicroBatchLimits(max_bytes=10 * 1400, max_tokens=1200)
     cuts = priced(samples, caps)
-    single = int(bottleneck(COSTS.evaluate_shapes([1], [longest], [0]))[0][0])
+    single = int(find_bottleneck(COSTS.evaluate_shapes([1], [longest], [0]))[0][0])
     seen = set()
     for end in range(1, 91):
         for rows in range(1, min(end, cuts.shapes.shape[1]) + 1):
             part = cuts.make_micro_batch(Cut(end - rows, end, 0))
-            time_ns, num_bytes = bottleneck(COSTS.evaluate([part]))
+            time_ns, num_bytes = find_bottleneck(COSTS.evaluate([part]))
             within = part.padded_tokens <= 1200 and num_bytes[0] <= 14_000 and time_ns[0] <= single * 5 // 4
             assert (cuts.shapes[end - 1, rows - 1] >= 0) == within
             seen.add(within)
@@ -115,7 +115,7 @@ def test_the_bottleneck_is_the_busiest_rank_and_the_fullest_one(
     ranks = np.array(stage_ranks if stage_ranks and len(set(stage_ranks)) < 4 else range(4))
     count = int(ranks.max()) + 1
     for one in (costs, costs.refuse(never), replace(costs, forward_ns=np.where(never, INFEASIBLE, costs.forward_ns))):
-        times, needs = bottleneck(one, min_in_flight, stage_ranks)
+        times, needs = find_bottleneck(one, min_in_flight, stage_ranks)
         for m in range(200):
             cannot_run = (one.forward_ns[:, m] >= INFEASIBLE).any() or (one.stored_bytes[:, m] >= INFEASIBLE).any()
             work = [int((one.forward_ns + one.backward_ns)[ranks == rank, m].sum()) for rank in range(count)]

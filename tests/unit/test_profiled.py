@@ -125,7 +125,7 @@ def test_a_surface_is_exact_where_costs_are_a_polynomial(a: float, b: float, c: 
 
 
 def test_a_surface_follows_points_that_no_polynomial_passes_through() -> None:
-    points = {(r, n): truth("layer", r, n, "none", bend=0.6).forward_s for r, n in _RANGE.candidates()[::2]}
+    points = {(r, n): truth("layer", r, n, "none", bend=0.6).forward_s for r, n in _RANGE.list_candidates()[::2]}
     found = Surface.fit(points)(np.array(list(points), np.float64))
     assert found == pytest.approx(list(points.values()), rel=0.03)
 
@@ -159,10 +159,10 @@ def test_left_out_errors_see_what_a_fit_hides() -> None:
 def test_few_shapes_are_enough_for_the_target() -> None:
     device = Device()
     profile = measured(device)
-    assert len(profile.shapes()) <= 24
+    assert len(profile.list_shapes()) <= 24
     table = make_cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
     within = ProfileRange(min_len=16, max_len=512, max_tokens=2048)
-    shapes = within.held_out(40, seed=3)
+    shapes = within.draw_held_out(40, seed=3)
     kinds: list[Recompute] = ["none", "selective", "full"]
     batches = [padded(*shape, kinds[i % 3]) for i, shape in enumerate(shapes)]
     errors = held_out_errors(table, device, batches)
@@ -177,7 +177,7 @@ def test_a_bent_device_is_measured_more_often_than_a_straight_one() -> None:
             return truth(part, micro_batch.rows, micro_batch.encoder_len, micro_batch.recompute, bend=0.0)
 
     straight, bent = (measured(device, error_target=0.01, most_shapes=16) for device in (Straight(), Device()))
-    assert len(straight.shapes()) < len(bent.shapes())
+    assert len(straight.list_shapes()) < len(bent.list_shapes())
 
 
 def test_what_does_not_fit_is_neither_asked_again_nor_priced() -> None:
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_neither_asked_again_nor_priced() -> None:
     for rows, length in refused:
         with pytest.raises(PlanError):
             table.evaluate([padded(rows, length)])
-    with pytest.raises(DataError, match="0 shapes from 16 to 512 positions"):
+    with pytest.raises(DataError, match="0 shapes of 16 to 512 positions"):
         measured(Device(room=10))
 
 
@@ -205,13 +205,13 @@ def test_what_does_not_fit_is_neither_asked_again_nor_priced() -> None:
 )
 def test_every_shape_that_was_asked_for_is_priced(within: ProfileRange) -> None:
     table = make_cost_table(measured(Device(), within), within, _SHAPE, value_bytes=4)
-    for shape in [(1, within.min_len), (1, within.max_len), *within.held_out(200, seed=5)]:
+    for shape in [(1, within.min_len), (1, within.max_len), *within.draw_held_out(200, seed=5)]:
         table.evaluate([padded(*shape, within.recomputes[-1])])
 
 
 def test_a_device_that_holds_little_is_measured_where_it_does() -> None:
     profile = measured(Device(room=700), ProfileRange(min_len=16, max_len=512, max_tokens=4096))
-    assert len(profile.fitting(_RANGE)) >= 3
+    assert len(profile.list_fitting(_RANGE)) >= 3
     few = ProfileRange(min_len=64, max_len=64, max_tokens=64)
     with pytest.raises(DataError, match="a table needs 3"):
         measured(Device(), few)
@@ -219,7 +219,7 @@ def test_a_device_that_holds_little_is_measured_where_it_does() -> None:
 
 def test_a_deadline_that_is_over_leaves_enough_for_a_table() -> None:
     profile = measured(Device(), go_on=lambda _profile: False)
-    assert len(profile.fitting(_RANGE)) <= 4
+    assert len(profile.list_fitting(_RANGE)) <= 4
     make_cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
 
 
@@ -267,11 +267,11 @@ def test_heads_in_slices_are_priced_as_measured_and_whole_up_to_a_slice() -> Non
         assert in_slices.stored_bytes[0, 1] == pytest.approx(4 * layers.stored_bytes + head.stored_bytes, rel=0.01)
         assert in_slices.backward_ns[0, 1] == pytest.approx(1e9 * (4 * layers.backward_s + head.backward_s), rel=0.05)
         assert in_slices.weight_ns[0, 1] == pytest.approx(1e9 * 4 * layers.weight_s, rel=0.05)
-    errors = held_out_errors(table, Device(), [padded(*shape, "head") for shape in _RANGE.in_slices(8)])
+    errors = held_out_errors(table, Device(), [padded(*shape, "head") for shape in _RANGE.list_sliced(8)])
     assert errors.num_unpriced == 0
     assert all(mean <= 0.03 for mean in errors.mean.values()), errors.mean
     arrays = table.evaluate_shapes([6], [300], 0, "head+full")
-    assert arrays.digest() == table.evaluate([padded(*long, "head+full")]).digest()
+    assert arrays.compute_digest() == table.evaluate([padded(*long, "head+full")]).compute_digest()
     stage, none = (table.evaluate([padded(*long, kind)]) for kind in ("head+stage", "head"))
     assert np.array_equal(stage.keep_inputs(np.array([True])).stored_bytes, stage.stored_bytes)
     assert np.array_equal(stage.forward_ns, none.forward_ns)
@@ -283,7 +283,7 @@ def test_without_shapes_of_several_slices_there_is_no_price_for_them() -> None:
     assert not table.facts.slices_head
     with pytest.raises(PlanError, match=r"with recompute 'head': the cost table has only none, selective, full"):
         table.evaluate([padded(1, 100, "head")])
-    assert within.in_slices(6) == []
+    assert within.list_sliced(6) == []
 
 
 def test_plans_by_measured_costs_have_heads_in_slices_where_memory_is_short() -> None:
@@ -307,7 +307,9 @@ def test_plans_by_measured_costs_have_heads_in_slices_where_memory_is_short() ->
 
 def test_a_shape_that_was_measured_is_not_measured_again() -> None:
     profile, first = Profile(), Device()
-    choose_and_measure(profile, first, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda p: len(p.shapes()) < 4)
+    choose_and_measure(
+        profile, first, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda p: len(p.list_shapes()) < 4
+    )
     kept = Profile.from_json(json.loads(json.dumps(profile.to_json())))
     assert kept.points == profile.points
     second = Device()
@@ -334,7 +336,7 @@ def test_measurements_of_another_kind_are_refused() -> None:
 )  # fmt: skip
 def test_damaged_measurements_are_refused_by_entry(damage: dict[str, Any]) -> None:
     good = {"part": "layer", "recompute": "none", "rows": 1, "length": 16, **asdict(truth("layer", 1, 16, "none"))}
-    assert Profile.from_json([good]).shapes() == [(1, 16)]
+    assert Profile.from_json([good]).list_shapes() == [(1, 16)]
     with pytest.raises(DataError, match=r"costs\.json\.part: entry 1 "):
         Profile.from_json([good, good | damage], "costs.json.part")
 
@@ -367,13 +369,13 @@ def test_states_are_those_of_every_stage(value_bytes: int, tied: bool) -> None:
     for pp in (1, 2, 4):
         topology = Topology(pp=pp)
         expected = count_parameters(shape, topology).total * (18 if value_bytes == 2 else 16)
-        assert table.with_topology(topology)[0].static_bytes().tolist() == expected.tolist()
+        assert table.with_topology(topology)[0].count_static_bytes().tolist() == expected.tolist()
 
 
 def test_a_distributed_optimizer_divides_its_states_over_replicas() -> None:
     table = make_cost_table(usual(), _RANGE, _SHAPE, value_bytes=2, distributed_optimizer=True)
     parameters = count_parameters(_SHAPE, Topology()).total[0]
-    assert table.with_topology(Topology(dp=4))[0].static_bytes().tolist() == [parameters * (6 + 12 // 4)]
+    assert table.with_topology(Topology(dp=4))[0].count_static_bytes().tolist() == [parameters * (6 + 12 // 4)]
 
 
 def test_the_table_says_w_the_heads_peak_and_wide_values() -> None:
@@ -402,6 +404,6 @@ def test_ranges_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="must ascend"):
         ProfileRange(min_len=32, max_len=16, max_tokens=64)
     tiny = ProfileRange(min_len=8, max_len=8, max_tokens=8)
-    assert tiny.first() == [(1, 8)]
-    assert all(_RANGE.holds(shape) for shape in itertools.chain(_RANGE.first(), _RANGE.candidates()))
-    assert all(_RANGE.holds(shape) for shape in _RANGE.held_out(50, seed=1))
+    assert tiny.list_first() == [(1, 8)]
+    assert all(_RANGE.holds(shape) for shape in itertools.chain(_RANGE.list_first(), _RANGE.list_candidates()))
+    assert all(_RANGE.holds(shape) for shape in _RANGE.draw_held_out(50, seed=1))

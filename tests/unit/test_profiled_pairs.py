@@ -117,7 +117,7 @@ def padded(rows: int, encoder: int, decoder: int, recompute: Recompute = "none")
 
 
 def test_few_shapes_price_pairs_that_nobody_measured(table: CostTable) -> None:
-    shapes = replace(RANGE, max_tokens=2048).held_out(40, seed=3)
+    shapes = replace(RANGE, max_tokens=2048).draw_held_out(40, seed=3)
     kinds: list[Recompute] = ["none", "selective", "full"]
     batches = [padded(*shape, kinds[i % 3]) for i, shape in enumerate(shapes)]
     errors = held_out_errors(table, PairDevice(), batches)
@@ -152,7 +152,7 @@ def test_a_part_is_measured_once_for_all_shapes_that_are_the_same_to_it(table: C
 def test_every_pair_that_was_asked_for_is_priced(within: ProfileRange) -> None:
     found = make_cost_table(measured(PairDevice(), within, most_shapes=8), within, t5(), value_bytes=4)
     corners = [(1, within.min_len, within.min_len), (1, within.max_len, within.max_decoder_len)]
-    for shape in [*corners, *within.held_out(100, seed=5)]:
+    for shape in [*corners, *within.draw_held_out(100, seed=5)]:
         found.evaluate([padded(*shape, within.recomputes[0])])
 
 
@@ -206,13 +206,13 @@ def test_states_are_those_of_every_stage_of_unequal_sides(topology: Topology, ti
     assert found.total_layers == 7
     assert found.stage_layers() == stage_layers(shape, topology)
     expected = count_parameters(shape, topology).total * 18
-    assert found.static_bytes().tolist() == expected.tolist()
+    assert found.count_static_bytes().tolist() == expected.tolist()
 
 
 def test_parameters_are_those_of_a_tensor_parallel_rank() -> None:
     found = small(t5(), tp=2).with_topology(Topology(tp=2, pp=4))[0]
     expected = count_parameters(t5(), Topology(tp=2, pp=4)).total * 16
-    assert found.static_bytes().tolist() == expected.tolist()
+    assert found.count_static_bytes().tolist() == expected.tolist()
 
 
 def test_a_stage_holds_its_layers_the_encoders_output_once_and_where_the_encoder_ends_its_norm() -> None:
@@ -261,7 +261,7 @@ def test_a_target_that_is_longer_than_the_table_is_refused_before_the_launch(tab
 
 
 def test_a_range_whose_longest_pair_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"16 to 64 and 99 tokens a micro-batch, which a pair of 64 \+ 64 must fit"):
+    with pytest.raises(ConfigError, match=r"16 to 64, 99 tokens per micro-batch, which a pair of 64 \+ 64 must fit"):
         ProfileRange(max_len=64, max_decoder_len=64, max_tokens=99)
     with pytest.raises(ConfigError, match="4 to 30 must be multiples of 4"):
         ProfileRange(max_len=64, max_decoder_len=30, max_tokens=99, multiple=4)

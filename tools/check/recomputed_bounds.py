@@ -200,7 +200,7 @@ def _most_rows(
     """
     if limit_bytes is None or table is None:
         return {}
-    static = table.static_bytes()
+    static = table.count_static_bytes()
     beside = np.array([static[[r == rank for r in stage_ranks]].sum() for rank in stage_ranks])[:, None]
     encoder, decoder = np.array(needs, np.int64).T
     most_rows: dict[tuple[ByteNeed, Recompute], int] = {}

@@ -45,18 +45,18 @@ def bytes_in_pieces(costs: EstimatedCosts, length: int, tokens: int, multiple: i
     """
     rule = RowPackingPolicy(max_tokens=round_up(tokens, multiple), pad_multiple=multiple, recompute=recompute)
     priced = costs.evaluate(pack_with_pieces([SampleLength(0, length)], RowTime(), make_evaluate(costs), rule))
-    stored = costs.of_ranks(priced.stored_bytes.sum(axis=1))
-    working = costs.of_ranks(priced.working_bytes, np.maximum).max(axis=1)
-    return int((costs.of_ranks(priced.static_bytes) + stored + working).max())
+    stored = costs.join_stages(priced.stored_bytes.sum(axis=1))
+    working = costs.join_stages(priced.working_bytes, np.maximum).max(axis=1)
+    return int((costs.join_stages(priced.static_bytes) + stored + working).max())
 
 
 def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> tuple[EstimatedMemory, ...]:
     """The memory of every pipeline rank at its fullest moment, on the replica where that is largest."""
     micro_batches = plan.batch.micro_batches
     priced = costs.evaluate(micro_batches)  # of all replicas at once
-    head = costs.head_bytes(micro_batches)
+    head = costs.count_head_bytes(micro_batches)
     tables = tuple(
-        table.tolist() for table in (priced.stored_bytes, priced.working_bytes, head, costs.message_bytes(priced))
+        table.tolist() for table in (priced.stored_bytes, priced.working_bytes, head, costs.count_message_bytes(priced))
     )
     largest: list[EstimatedMemory] = []
     seen = set()  # replicas with equal schedules and bytes
@@ -86,7 +86,8 @@ def _at_peak(
     stored, working, heads, messages = tables
     whole_units = costs.states.buffers.tolist()
     held = held_head = peak = 0
-    at_peak = (0, 0, 0, int(costs.of_ranks(costs.states.buffers, np.maximum)[rank]))  # stored, head's, working, buffers
+    # Stored, the head's, working, buffers.
+    at_peak = (0, 0, 0, int(costs.join_stages(costs.states.buffers, np.maximum)[rank]))
     for action in schedule.ranks[rank]:
         stage, m = action.stage, action.micro_batch
         if action.kind is Kind.FORWARD:
@@ -100,9 +101,9 @@ def _at_peak(
     stored_at_peak, logits, temporary, buffers = at_peak
     device = costs.states.device
     return EstimatedMemory(
-        weights=int(costs.of_ranks(device.weights)[rank]),
-        gradients=int(costs.of_ranks(device.gradients)[rank]),
-        optimizer=int(costs.of_ranks(device.optimizer)[rank]),
+        weights=int(costs.join_stages(device.weights)[rank]),
+        gradients=int(costs.join_stages(device.gradients)[rank]),
+        optimizer=int(costs.join_stages(device.optimizer)[rank]),
         activations=stored_at_peak - logits,
         logits=logits,
         working=temporary,
@@ -130,14 +131,14 @@ def evaluation(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> Ev
     for columns in _columns(plan):
         if columns.start == columns.stop:
             continue
-        forward_ns, transfer_ns = costs.of_ranks(priced.forward_ns[:, columns]), priced.transfer_ns[:, columns]
+        forward_ns, transfer_ns = costs.join_stages(priced.forward_ns[:, columns]), priced.transfer_ns[:, columns]
         fill = int(forward_ns[:, 0].sum() + transfer_ns[:, 0].sum()) - int(forward_ns[:, 0].max())
         seconds = max(seconds, (int(forward_ns.sum(axis=1).max()) + fill) / 1e9)
     running = _forward_bytes(micro_batches, costs)
     device = costs.states.device
     return Evaluation(
-        beside_bytes=int((costs.of_ranks(device.total) + running).max()) + reserved_bytes,
-        alone_bytes=int((costs.of_ranks(device.weights) + running).max()) + reserved_bytes,
+        beside_bytes=int((costs.join_stages(device.total) + running).max()) + reserved_bytes,
+        alone_bytes=int((costs.join_stages(device.weights) + running).max()) + reserved_bytes,
         seconds=seconds,
     )
 
@@ -151,6 +152,6 @@ def _forward_bytes(micro_batches: Sequence[MicroBatch], costs: EstimatedCosts) -
     ]
     priced = costs.evaluate(checkpointed)
     layers = costs.layers_per_stage[:, None]
-    head = costs.head_bytes(checkpointed)
+    head = costs.count_head_bytes(checkpointed)
     one_layer = (priced.stored_bytes - head) // np.maximum(1, layers) + head + priced.working_bytes
-    return costs.of_ranks(one_layer.max(axis=1), np.maximum)
+    return costs.join_stages(one_layer.max(axis=1), np.maximum)

@@ -367,7 +367,7 @@ def screened(question: Question, strategy: Strategy, fixed_s: float, dropped: Dr
         except ConfigError as error:
             dropped.add(str(error))
             return []
-        held = costs.of_ranks(costs.states.device.total) + costs.of_ranks(costs.states.buffers, np.maximum)
+        held = costs.join_stages(costs.states.device.total) + costs.join_stages(costs.states.buffers, np.maximum)
         over = int(held.max()) - cluster.limit_bytes
         if over > 0:
             dropped.add("weights and states alone do not fit", excess_bytes=over, option=name)
@@ -407,7 +407,7 @@ def _host_fault(question: Question, costs: EstimatedCosts) -> str:
 def host_bytes_per_node(question: Question, costs: EstimatedCosts) -> int:
     """Host bytes of the fullest node; consecutive ranks share a node."""
     topology = costs.weight_topology
-    ranks = np.repeat(costs.of_ranks(costs.states.host), topology.tp * topology.dp)
+    ranks = np.repeat(costs.join_stages(costs.states.host), topology.tp * topology.dp)
     return int(ranks.reshape(-1, question.cluster.gpus_per_node).sum(axis=1).max())
 
 
@@ -422,9 +422,9 @@ def _screen(
         priced = costs.evaluate_shapes(rows, lengths[:, 0], lengths[:, 1], kind)
     except PlanError:
         return 1
-    limit, static = question.cluster.limit_bytes, costs.of_ranks(priced.static_bytes)
-    stored = costs.of_ranks(np.minimum(priced.stored_bytes, INFEASIBLE // strategy.stages_per_rank))
-    working = costs.of_ranks(priced.working_bytes, np.maximum)
+    limit, static = question.cluster.limit_bytes, costs.join_stages(priced.static_bytes)
+    stored = costs.join_stages(np.minimum(priced.stored_bytes, INFEASIBLE // strategy.stages_per_rank))
+    working = costs.join_stages(priced.working_bytes, np.maximum)
     need = int((static[:, None] + stored + working).max())
     longest = question.data.longest.encoder
     sizes = list_piece_sizes(_pieces(question.limits.pieces, costs, layout), longest, 0)
@@ -432,10 +432,10 @@ def _screen(
         need = min(need, bytes_in_pieces(costs, longest, sizes[0], pad_multiple(strategy), kind))
     if need > limit:
         return need - limit
-    busy_ns = costs.of_ranks(product(priced.forward_ns + priced.backward_ns, share))
+    busy_ns = costs.join_stages(product(priced.forward_ns + priced.backward_ns, share))
     tokens = question.data.mean_tokens
     pp, dp, rounds = strategy.topology.pp, strategy.topology.dp, strategy.stages_per_rank
-    room = (limit - static) / np.maximum(1.0, costs.of_ranks(product(priced.stored_bytes, share)))
+    room = (limit - static) / np.maximum(1.0, costs.join_stages(product(priced.stored_bytes, share)))
     full = (
         np.arange(pp, 0, -1) if rounds == 1 else np.full(pp, pp)
     )  # ranks with several stages can hold pp micro-batches on all of them

@@ -13,7 +13,7 @@ import numpy as np
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ZERO_STAGES
-from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, ring_s
+from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, time_ring_s
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, state_bytes
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.tensors import num_parameters
@@ -59,18 +59,18 @@ def step_time(question: Question, costs: EstimatedCosts, pipeline_s: float) -> S
     cluster, strategy, topology = question.cluster, costs.strategy, costs.weight_topology
     weight, gradient, optimizer = BYTES_PER_PARAMETER[costs.recipe]
     parameters = costs.states.parameters
-    common, experts = costs.of_ranks(parameters.common), costs.of_ranks(parameters.experts)
+    common, experts = costs.join_stages(parameters.common), costs.join_stages(parameters.experts)
     dp, few, zero = topology.dp, topology.dp // strategy.ep, strategy.zero_stage
     expert_link = cluster.group_link(topology.tp * strategy.ep, few)
     exchange = 0.0
     for num_common, num_experts in zip(common.tolist(), experts.tolist(), strict=True):
         parts = ((num_common, costs.replica_link, dp), (num_experts, expert_link, few))
         if zero == 0:
-            seconds = sum(ring_s(n * gradient, link, size, times=2) for n, link, size in parts)
+            seconds = sum(time_ring_s(n * gradient, link, size, times=2) for n, link, size in parts)
         elif zero == 1:
-            seconds = sum(ring_s(n * (gradient + weight), link, size) for n, link, size in parts)
+            seconds = sum(time_ring_s(n * (gradient + weight), link, size) for n, link, size in parts)
         else:
-            seconds = sum(ring_s(n * weight, link, size) for n, link, size in parts) if zero == 2 else 0.0
+            seconds = sum(time_ring_s(n * weight, link, size) for n, link, size in parts) if zero == 2 else 0.0
         exchange = max(exchange, seconds)
     exchange += _tied_s(question, costs, gradient)
     share = int((-(-common // dp) + -(-experts // few)).max()) if zero else int((common + experts).max())
@@ -85,7 +85,7 @@ def step_time(question: Question, costs: EstimatedCosts, pipeline_s: float) -> S
         pipeline_s=pipeline_s,
         exchange_s=exchange,
         optimizer_s=update,
-        offload_s=float(costs.of_ranks(costs.states.moved).max()) / cluster.host_bytes_per_s,
+        offload_s=float(costs.join_stages(costs.states.moved).max()) / cluster.host_bytes_per_s,
     )
 
 
@@ -98,7 +98,7 @@ def _tied_s(question: Question, costs: EstimatedCosts, gradient: int) -> float:
     links = question.cluster.links
     link = links.inter if links.crosses_nodes(topology, first, last) else links.intra
     num_bytes = a.padded_vocab_size(tp=topology.tp) * a.hidden_size // topology.tp * gradient
-    return ring_s(num_bytes, link, 2, times=2)
+    return time_ring_s(num_bytes, link, 2, times=2)
 
 
 def model_flops(plan: StepPlan, costs: EstimatedCosts) -> float:

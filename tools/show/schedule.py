@@ -161,7 +161,7 @@ def view_of(
     """The schedule simulated with these costs. `times` describes the costs in words, `pieces` are by micro-batch."""
     held_once = replace(costs, stored_bytes=np.ones_like(costs.stored_bytes))
     if schedule.forward_only:
-        costs, held_once = costs.forwards(), held_once.forwards()
+        costs, held_once = costs.drop_backwards(), held_once.drop_backwards()
     spans = [rank for rank in simulate_ns(schedule, costs) if rank]
     makespan_ns = max(rank[-1][1] for rank in spans)
     busy_ns = sum(end - start for rank in spans for start, end in rank)

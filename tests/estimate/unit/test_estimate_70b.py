@@ -20,7 +20,7 @@ from dynapipe_ext.tools.estimate.options import Limits, Question, strategy_name
 from dynapipe_ext.tools.estimate.ranking import Search, estimate
 
 LLAMA = preset("llama-2-70b")
-CLUSTER = Cluster.of(DEVICES["a100"], nodes=6, gpus_per_node=4, gpu_memory_gb=80.0)
+CLUSTER = Cluster.from_device(DEVICES["a100"], nodes=6, gpus_per_node=4, gpu_memory_gb=80.0)
 SEQ_LEN, BATCH, GB = 4096, 8, 1e9
 ONE_BATCH = Search(tokens_per_batch=(64 * SEQ_LEN, 64 * SEQ_LEN), most_plans=12, effort=100)
 
@@ -70,7 +70,7 @@ def test_activations_under_full_recomputation_are_bytes_and_not_their_root():
     """2 s b h L: 42.9 GB for 8 rows."""
     costs = question().costs(Strategy(topology=Topology()), "padded")
     priced = costs.evaluate([micro_batch(BATCH, "full")])
-    layers = int(priced.stored_bytes[0, 0] - costs.head_bytes([micro_batch(BATCH, "full")])[0, 0])
+    layers = int(priced.stored_bytes[0, 0] - costs.count_head_bytes([micro_batch(BATCH, "full")])[0, 0])
     assert layers == 2 * SEQ_LEN * BATCH * 8192 * 80
     assert round(layers / GB, 1) == 42.9
 
@@ -80,7 +80,7 @@ def test_logits_are_counted():
     costs = question().costs(Strategy(topology=Topology()), "padded")
     batch = [micro_batch(BATCH)]
     logits = SEQ_LEN * BATCH * 32_000
-    assert costs.head_bytes(batch)[0, 0] == 4 * logits + 2 * 2 * SEQ_LEN * BATCH * 8192
+    assert costs.count_head_bytes(batch)[0, 0] == 4 * logits + 2 * 2 * SEQ_LEN * BATCH * 8192
     assert costs.evaluate(batch).working_bytes[0, 0] >= 2 * logits
 
 
@@ -187,8 +187,8 @@ def test_an_estimate_counts_the_head_on_every_stage_that_has_a_part() -> None:
         question().costs(Strategy(topology=one), "padded") for one in (Topology(pp=4).with_layers(80), topology)
     )
     batch = [MicroBatch(sample_lengths([512]))]
-    assert (spread.head_bytes(batch)[3:] > 0).all()
-    assert not spread.head_bytes(batch)[:3].any()
+    assert (spread.count_head_bytes(batch)[3:] > 0).all()
+    assert not spread.count_head_bytes(batch)[:3].any()
     held = [costs.evaluate(batch).static_bytes for costs in (whole, spread)]
     assert held[0].sum() == held[1].sum()
     assert held[1].max() < held[0].max()

@@ -29,7 +29,7 @@ V = Topology(tp=2, pp=2, dp=2, placement=place_stages("v", 2))
 
 def question(name="llama-3.2-1b", *, gpus=8, lengths="uniform:2048", **limits) -> Question:
     a = preset(name)
-    cluster = Cluster.of(DEVICES["h100"], gpus_per_node=gpus)
+    cluster = Cluster.from_device(DEVICES["h100"], gpus_per_node=gpus)
     return Question(
         architecture=a,
         name=name,
@@ -95,7 +95,9 @@ def test_some_replicas_tell_of_all(dp, lengths, monkeypatch):
         "gpt2" if lengths.startswith("uniform:512") else "llama-3.2-1b", lengths=lengths, pp=(1,), zero_stages=(0,)
     )
     q = replace(
-        q, cluster=Cluster.of(DEVICES["h100"], nodes=dp, gpus_per_node=1), limits=replace(q.limits, zero_stages=(0,))
+        q,
+        cluster=Cluster.from_device(DEVICES["h100"], nodes=dp, gpus_per_node=1),
+        limits=replace(q.limits, zero_stages=(0,)),
     )
     search = Search(tokens_per_batch=(dp * 16_384, dp * 16_384), most_samples=1 << 14, most_plans=1, effort=0)
     few = estimate(q, search).options[0]
@@ -173,7 +175,7 @@ def test_context_parallelism_is_dropped_by_name_where_attention_cannot_be_divide
         assert any(said in reason for reason in dropped.counts)
     q = question("gpt2", lengths="lognormal:300,1,1024", cp=(2,))
     assert "packed" in {option.candidate.layout for option in estimate(q, QUICK).options}
-    cpu = replace(q, cluster=Cluster.of(DEVICES["cpu"], gpus_per_node=4))
+    cpu = replace(q, cluster=Cluster.from_device(DEVICES["cpu"], gpus_per_node=4))
     dropped = Dropped()
     assert not list(spreads(cpu, dropped))
     assert any("without fused attention" in reason for reason in dropped.counts)

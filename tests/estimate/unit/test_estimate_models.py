@@ -70,7 +70,7 @@ PUBLISHED = {
     "internlm2-7b": 7_737_708_544,
 }
 num_parameters = cache(num_parameters)  # a mixture of experts has tens of thousands of tensors
-A100 = Cluster.of(DEVICES["a100"], nodes=2, gpus_per_node=8)
+A100 = Cluster.from_device(DEVICES["a100"], nodes=2, gpus_per_node=8)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -166,7 +166,7 @@ def test_cluster_figures_out_of_bounds_are_refused():
         ({"host_memory_gb": -2.0}, "host_memory_gb is -2 but must be at least 0"),
     ):
         with pytest.raises(ConfigError, match=said):
-            Cluster.of(DEVICES["a100"], **given)
+            Cluster.from_device(DEVICES["a100"], **given)
 
 
 def test_tensor_parallel_sums_cost_what_a_ring_takes():

@@ -33,7 +33,7 @@ def question(name="llama-3.2-1b", *, nodes=1, gpus=8, memory=80.0, lengths="unif
     return Question(
         architecture=a,
         name=name,
-        cluster=Cluster.of(DEVICES["h100"], nodes=nodes, gpus_per_node=gpus, gpu_memory_gb=memory),
+        cluster=Cluster.from_device(DEVICES["h100"], nodes=nodes, gpus_per_node=gpus, gpu_memory_gb=memory),
         data=distribution_data(lengths, a, 0),
         limits=Limits(**{"placement": "linear"} | limits),
     )
@@ -283,7 +283,7 @@ def test_options_are_planned_by_the_rules_that_are_written_for_train(monkeypatch
 def test_of_options_that_are_as_fast_the_one_with_the_least_machinery_comes_first():
     """Offload gains 70B on 24 devices less than 5 %: not worth a host's memory."""
     q = question("llama-2-70b", nodes=6, gpus=4, lengths="uniform:4096", tp=(4,), recomputes=("none",))
-    q = replace(q, cluster=Cluster.of(DEVICES["a100"], nodes=6, gpus_per_node=4))
+    q = replace(q, cluster=Cluster.from_device(DEVICES["a100"], nodes=6, gpus_per_node=4))
     answer = estimate(q, Search(tokens_per_batch=(1, 1 << 20), most_plans=8, effort=50))
     first, *others = answer.options
     assert first.strategy.offload == "none"
@@ -300,7 +300,7 @@ def test_no_option_is_faster_for_moving_its_optimizer_to_the_host() -> None:
     q = Question(
         architecture=a,
         name="small",
-        cluster=Cluster.of(DEVICES["h100"], nodes=1, gpus_per_node=1, gpu_memory_gb=8.0),
+        cluster=Cluster.from_device(DEVICES["h100"], nodes=1, gpus_per_node=1, gpu_memory_gb=8.0),
         data=distribution_data("uniform:60", a, 0),
         limits=Limits(),
     )
