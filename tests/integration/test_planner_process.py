@@ -130,7 +130,7 @@ def test_a_bug_in_a_planner_is_told_with_its_type_worker_and_step(
 ) -> None:
     (tmp_path / "broken_planner.py").write_text(
         "class Broken:\n"
-        "    memory_limit_bytes = 1e9\n"
+        "    memory_limit_bytes, activation_format, replica_collectives = 1e9, None, None\n"
         "    @classmethod\n"
         "    def from_json(cls, settings): return cls()\n"
         "    def plan(self, samples, **where): raise ZeroDivisionError('by nought')\n"
