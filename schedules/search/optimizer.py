@@ -143,6 +143,7 @@ def optimize_best(starts: Sequence[Start], settings: SearchSettings) -> tuple[in
     problem = best.problem
     if best.rest.moves:
         state = _search_on(problem, state, best.rest)
+    state = _recompute_least(problem, state, settings.seed)
     if settings.noise:
         # The slowest replica takes no more than a little longer undisturbed.
         undisturbed_ns = state.value[0]
@@ -230,6 +231,25 @@ def _sum_by_rank(problem: Problem, records: IntArray) -> tuple[IntArray, IntArra
     own = [records[..., ranks == rank, :] for rank in range(len(problem.free_bytes))]
     stored = np.stack([record[..., CostField.STORED].sum(axis=-1) for record in own], axis=-1)
     return stored, np.stack([record[..., CostField.WORKING].max(axis=-1) for record in own], axis=-1)
+
+
+def _recompute_least(problem: Problem, state: SearchState, seed: int) -> SearchState:
+    """Return the state with every cut in the recomputation mode of the least work, if memory holds all of them at once
+    and the step ends at the same time. Moves that cost no time may have recomputed some. A state that ends sooner is
+    not taken, as a search of more effort might miss it."""
+    if not state.cuts:
+        return state
+    records = problem.records_of(state.cuts, every_kind=True)
+    least = problem.work_ns(records).argmin(axis=0)
+    if least.tolist() == [cut.kind for cut in state.cuts]:
+        return state
+    stored, working = _sum_by_rank(problem, records[least, np.arange(len(least))])
+    for group in filter(None, state.groups):
+        if (stored[group].sum(axis=0) + working[group].max(axis=0) > problem.free_bytes).any():
+            return state
+    cuts = [cut._replace(kind=kind) for cut, kind in zip(state.cuts, least.tolist(), strict=True)]
+    lighter = _search_on(problem, replace(state, cuts=cuts), AnnealingSchedule(seed, 0))
+    return lighter if lighter.makespan_ns == state.makespan_ns else state
 
 
 def _choose_fitting_kinds(problem: Problem, start: Start, limit_bytes: int) -> list[Cut]:

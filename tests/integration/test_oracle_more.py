@@ -27,7 +27,7 @@ from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.partitioning.rules import cut_fixed_rows
-from dynapipe_ext.schedules.published.full_backward import one_f_one_b
+from dynapipe_ext.schedules.published.by_name import make_schedule_of_costs
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.settings.tables import OptimizerSettings
 from tests.support.limits import LIMIT_S
@@ -152,7 +152,7 @@ def step_plan_of(case: Case, step: int) -> StepPlan:
         parts = [MicroBatch(tuple(cut), "packed", pad_multiple=4) for cut in cuts]
         replicas = [parts, []] if case.rule == "idle" else [parts[:1], parts[1:]]
     costs = costs_of(case.topology, replicas)
-    schedules = [one_f_one_b(case.topology.pp, c.num_micro_batches) for c in costs]
+    schedules = [make_schedule_of_costs("1f1b", range(case.topology.pp), 1 << 40, c) for c in costs]
     step_plan = planned(step, replicas, schedules, costs, case.loss_norm)
     check_cover(step_plan.batch, lengths)
     return step_plan

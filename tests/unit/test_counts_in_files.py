@@ -34,7 +34,7 @@ SHOW, PLAN, INDEX = ("show-schedule", "{file}"), ("plan", "--lengths", "{file}")
     [
         ("a.csv", b"0F999999999,0B999999999", SHOW, "micro-batch 0 on stage 0 runs nothing"),
         ("a.txt", b"0: 0F999999999 0B999999999", SHOW, "micro-batch 0 on stage 0 runs nothing"),
-        ("b.csv", b"0F0,0B0\n999999999F0,999999999B0", SHOW, "no row has an action of stage 1"),
+        ("b.csv", b"0F0,0B0\n999999999F0,999999999B0", SHOW, "there is no action of stage 1"),
         ("a.npy", npy((2 * 10**9, 3)), PLAN, "cannot be read as lengths"),
         ("b.npy", npy((10**25, 3)), PLAN, "cannot be read as lengths"),
         ("a.idx", idx(10**9, 10**9), (*INDEX, "--lengths-only"), "a.idx"),

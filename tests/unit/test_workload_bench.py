@@ -101,10 +101,10 @@ def test_a_way_that_does_not_fit_says_why(bench: Any) -> None:
     contenders, workload = bench["contenders"], bench["workload"]
     batch = contenders.Batch(LENGTHS)
     placed = {c: contenders.topology_for(c, token_costs(Topology(pp=4)), [batch]) for c in contenders.COLUMNS}
-    found, steps = workload.measure_batch(few_bytes, placed, batch, 70_000)  # rows of 120 fit, few of them
+    found, steps = workload.measure_batch(few_bytes, placed, batch, 72_000)  # rows of 120 fit, few of them
     assert "packed 1F1B" not in steps
     assert re.match(r"replica \d: 1f1b needs \d+ B on", found["ways"]["packed 1F1B"]["misfit"])
-    assert max(step.peak_bytes for step in steps.values()) <= 70_000
+    assert max(step.peak_bytes for step in steps.values()) <= 72_000
 
 
 def made(bench: Any, **ways: float) -> dict[str, Any]:
