@@ -231,7 +231,7 @@ def _add_sliced_heads(problem: StepProblem, kinds: tuple[Recompute, ...]) -> tup
 
 
 def refit(problem: StepProblem, before: StepPlan) -> StepPlan:
-    """Return the plan with the replicas that exceed the limit searched again over their own micro-batches. Raises
+    """Search again for those replicas of a plan that exceed the memory limit, with the same micro-batches. Raises
     PlanError if these do not fit."""
     over = [d for d, one in enumerate(before.predictions) if max(one.peak_bytes) > problem.limit_bytes]
     replicas = [list(replica.micro_batches) for replica in before.batch.replicas]

@@ -94,7 +94,7 @@ class StepPlan:
 
     @property
     def lower_bound_s(self) -> float:
-        """No order of these micro-batches can be faster: the bound of the replica with the largest one."""
+        """Lower bound of the step under any order of these micro-batches: the largest bound of a replica."""
         return max(p.lower_bound_ns for p in self.predictions) / 1e9
 
     @property

@@ -195,8 +195,8 @@ class FittedTimes:
         return replace(costs, **adjusted)
 
     def bind(self, costs: MicroBatchCosts, kinds: npt.NDArray[np.str_]) -> MicroBatchCosts:
-        """Return times that never exceed the adjusted ones and are linear in the times before, scaled by the least
-        factors that apply to a stage. (A stage that is recomputed is at least as slow as one that is not.)"""
+        """Return lower bounds of the adjusted times, for bounds over all plans: each stage's times multiplied by the
+        least factor that applies to it. (A stage that is recomputed is at least as slow as one that is not.)"""
         forward = np.array([[stage["F"].scale if "F" in stage else 1.0] for stage in self.corrections])
         backward = np.ones(costs.forward_ns.shape)
         for kind in {*kinds.tolist()}:
@@ -313,9 +313,9 @@ class AdjustedCosts(CostModel):
         )
 
     def with_topology(self, topology: Topology | None) -> tuple[CostModel, Topology]:
-        """Return the costs over the same stages with any number of replicas, or over other stages without fitted times.
+        """Return these costs over another topology. If its stages are others, fitted times are dropped.
 
-        Raises ConfigError for trained shares over other stages.
+        Raises ConfigError if its stages are others and some weights are frozen.
         """
         own_prices, before = self.prices.with_topology(None)
         prices, topology = self.prices.with_topology(topology or before)

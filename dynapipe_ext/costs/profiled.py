@@ -315,7 +315,7 @@ class Profile:
         return worst
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the points. Packing is measured at the end, and again if that was not reached."""
+        """Return the measured points as JSON, without packed rows, which a resumed profile measures again."""
         return [
             {"part": part, "recompute": recompute, **dict(zip(_SIZES, s, strict=False)), **(asdict(m) if m else {})}
             for (part, recompute), points in self.points.items()

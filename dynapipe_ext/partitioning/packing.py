@@ -81,7 +81,7 @@ class RowPackings:
     def from_samples(
         cls, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowPackingPolicy
     ) -> RowPackings:
-        """Weigh the samples. Raises PlanError for one that is longer than a row, or that `evaluate` cannot price."""
+        """Make packings of samples by their costs. Raises PlanError for one that is too long or has no price."""
         rule.check(samples)
         weights = compute_document_costs(samples, evaluate, rule)
         return cls(samples, rule, weights, sort_by_weight(samples, weights))
@@ -232,11 +232,11 @@ def _list_between(tried: Sequence[int], best: int, dp: int, most: int) -> list[i
 def compute_document_costs(
     samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowPackingPolicy
 ) -> list[int]:
-    """Return the cost of each sample as its share of a full row of its like: linear and quadratic parts, without the
-    overhead of a micro-batch of one short document.
+    """Return the cost of each sample: that of a full row of samples of its length, over their number. So a short one
+    does not bear the overhead of a micro-batch of its own.
 
-    The row is halved while all shapes' rows have too many documents, and while `evaluate` cannot price it, down to the
-    longest sample.
+    The row is halved, down to the longest sample, while such rows of all lengths have too many documents together, or
+    while `evaluate` cannot price it.
     """
     shapes = {(s.encoder, s.decoder, s.first): s for s in samples}
     longest = max(max(shape) for shape in shapes)

@@ -183,12 +183,11 @@ def price_cuts(
     min_in_flight: int = 1,
     is_exact: bool = False,
 ) -> RangeCosts:
-    """Price the ranges of samples within the caps that are not too long to be worth a look.
+    """Price each range of samples that may be a micro-batch: within the limits, and not far slower than even cuts need.
 
-    Even cuts, judged by sum(t) + `weight` x max(t), are best at some time per micro-batch. A range may take a quarter
-    more, or twice as long if two may be merged (`equal_counts`, `least_work`). Every range that may be part of an
-    optimum is priced under `is_exact`, and for the least work of a few samples. Assumes that a range which breaks a cap
-    or takes too long still does so with more samples.
+    Even cuts have the least sum(t) + `weight` x max(t) at some time per micro-batch. Ranges of up to 1.25 times that
+    time are priced, and of up to twice that time if two may be merged (`equal_counts`, `least_work`); with `is_exact`
+    or for few samples every range that an optimum may have. A range that is too long stays so with more samples.
 
     Raises PlanError, naming the sample, if one does not fit `min_in_flight` times by itself.
     """
@@ -295,7 +294,7 @@ class _Table:
         return np.where(late, np.int32(-1), self.cells), np.where(late, INFEASIBLE, times)
 
     def list_shapes(self, most_ns: int) -> ShapeIndex:
-        """Return the `shapes` of `RangeCosts`, (samples, rows)."""
+        """Return the number of the shape of each range by (last sample, rows - 1), or -1 if it takes over `most_ns`."""
         cells, _ = self._list_cells(most_ns)
         cells = cells[: int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1]
         rows, samples = np.indices((len(cells), len(self.member)), np.int32, sparse=True)

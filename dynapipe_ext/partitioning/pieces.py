@@ -27,7 +27,7 @@ _LOOSER = 16  # one row more for this many, if documents find no row
 
 
 def list_piece_sizes(pieces: Pieces | Literal["finer"], longest: int, max_tokens: int) -> list[int]:
-    """List the tokens per piece that are worth a try, none above `max_tokens` (0: no cap) or the longest sample.
+    """List the tokens per piece that are worth a try: below the longest sample and up to `max_tokens` (0: no limit).
 
     >>> list_piece_sizes("auto", 9000, 0), list_piece_sizes(3000, 9000, 0), list_piece_sizes("auto", 2048, 0)
     ([2048, 4096, 8192], [3000], [])

@@ -201,7 +201,7 @@ class Problem:
 
 
 def make_records(kind_costs: Sequence[MicroBatchCosts], *, split: bool) -> IntArray:
-    """Make `Problem.records` of shapes priced under every recomputation mode."""
+    """Make one record of times and bytes per recomputation mode, shape and stage; with `split`, I and W apart."""
     first = kind_costs[0]
     shape = (len(kind_costs), first.num_micro_batches, first.num_stages, len(CostField))
     records = np.zeros(shape, np.int64)  # the last stage sends nothing on
