@@ -123,7 +123,7 @@ def test_forwards_hold_the_model_s_static_bytes_and_no_more_than_a_training_forw
     assert (alone.working_bytes >= full.working_bytes).all()
     shapes = adjust(base, forward_only=True).evaluate_shapes([2, 1], [100, 300], [0, 0])
     assert (shapes.working_bytes == alone.working_bytes).all()
-    with pytest.raises(PlanError, match="'full' but forwards alone"):
+    with pytest.raises(PlanError, match="'full' but a forward-only run"):
         adjust(base, forward_only=True).evaluate([replace(micro_batches[0], recompute="full")])
 
 

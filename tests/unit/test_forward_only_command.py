@@ -88,7 +88,7 @@ def _other_order(raw: Raw) -> None:
     [
         (_training, "must run F and B, or F, I and W"),
         (_with_backward, "must run F alone"),
-        (_recomputed, "nothing to recompute"),
+        (_recomputed, "recomputes nothing"),
         (_faster, "makespan is claimed"),
         (_smaller, "at its peak but needs"),
         (_other_order, "the makespan is claimed"),
