@@ -63,14 +63,14 @@ def test_a_step_under_every_name_is_proven_on_its_placement_and_any_process_make
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gpipe"])
 def test_a_step_is_cut_until_it_fits_beside_the_static_bytes_of_all_stages_of_a_rank(name: ScheduleName) -> None:
-    limit = 10_000_000 + 4_000_000
+    limit = 10_000_000 + 600_000  # less than each schedule takes with ample memory
     made = planner(name, limit_bytes=limit, static_bytes=10_000_000)
     plan = made.plan(LENGTHS)
     for schedule, costs in zip(plan.schedules, plan.costs, strict=True):
         assert max(compute_peak_bytes(schedule, costs)) <= limit
     roomy = replace(made, memory_limit_bytes=1e12).plan(LENGTHS)
-    # Cuts of published schedules are chosen of few, so that those of less memory may be a little better.
-    assert roomy.makespan_s <= 1.02 * plan.makespan_s
+    assert len(roomy.batch.micro_batches) < len(plan.batch.micro_batches)
+    assert roomy.makespan_s < plan.makespan_s
 
 
 def test_dynapipes_rule_and_order_make_its_plan() -> None:
