@@ -645,10 +645,6 @@ class AnalyticCosts(CostModel):
             num_moments=self.num_moments,
         )
 
-    def count_static_bytes(self) -> IntArray:
-        """Return the bytes of weights, gradients and optimizer states of one rank of every stage."""
-        return self.states.device.total
-
     def to_json(self) -> dict[str, Any]:
         """Return the costs as JSON. Files of encoder-decoders leave out, at their defaults, the fields that files of
         decoder-only models have, and describe the architecture with its defaults."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
@@ -80,11 +80,6 @@ class MicroBatchCosts:
             return self
         tables: dict[str, Any] = {name: np.where(refused, INFEASIBLE, getattr(self, name)) for name in _REFUSED}
         return replace(self, **tables)
-
-    def compute_digest(self) -> tuple[object, ...]:
-        """Return a value that is equal for equal costs."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return tuple((v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for v in values)
 
     def _with_tables(self, change: Callable[[str], IntArray]) -> MicroBatchCosts:
         tables = {name: change(name) for name in TABLES}
@@ -378,7 +373,6 @@ class UserCosts(CostModel):
     """
 
     prices: MicroBatchPricer
-    facts: CostCapabilities = CostCapabilities()
 
     @property
     def num_stages(self) -> int:

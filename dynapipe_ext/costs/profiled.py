@@ -13,7 +13,6 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import (
     HEAD_SLICE,
     LAYER_RECOMPUTES,
-    Layout,
     MicroBatch,
     Recompute,
     SampleLength,
@@ -552,9 +551,9 @@ def _make_chunked_grid(whole: _Columns, sliced: _Columns) -> Grid:
     )
 
 
-def _make_micro_batch(shape: MeasuredShape, recompute: Recompute, layout: Layout = "padded") -> MicroBatch:
+def _make_micro_batch(shape: MeasuredShape, recompute: Recompute) -> MicroBatch:
     rows, *lengths = shape
-    return MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), layout, recompute)
+    return MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), "padded", recompute)
 
 
 def _spread_over(shapes: Sequence[MeasuredShape], count: int) -> list[MeasuredShape]:

@@ -500,9 +500,6 @@ class CostTable(CostModel):
         *,
         topology: Topology,
         num_layers: int,
-        split_w: float = 0.45,
-        comm_gbps: float = 4800.0,
-        comm_latency_us: float = 0.0,
         hidden_size: int | None = None,
     ) -> CostTable:
         """Return the table of `model` in the CSV form of DynaPipe's published A100 measurements, at the topology's tp.
@@ -518,9 +515,6 @@ class CostTable(CostModel):
             hidden_size=hidden_size,
             num_layers=num_layers,
             topology=topology,
-            split_w=split_w,
-            comm_gbps=comm_gbps,
-            comm_latency_us=comm_latency_us,
             working_in="F",
             provenance={"device": "A100 40 GB", "source": "DynaPipe (arXiv 2311.10418) layer costs", "model": model},
         )

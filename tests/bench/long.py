@@ -129,9 +129,9 @@ def planned(costs: AnalyticCosts, samples: list[SampleLength], pieces: Pieces) -
 def spread_over_replicas_s(case: Case, samples: list[SampleLength]) -> float | None:
     """The step of an ideal dynamic context parallelism: see above."""
     costs = case.costs
-    static = int(costs.count_static_bytes().max())
+    static = int(costs.states.device.total.max())
     one = replace(costs, topology=Topology(tp=case.tp, pp=case.pp), flops_per_s=case.dp * costs.flops_per_s)
-    limit = int(one.count_static_bytes().max()) + case.dp * (LIMIT_BYTES - static)
+    limit = int(one.states.device.total.max()) + case.dp * (LIMIT_BYTES - static)
     try:
         return planned_step(Planner(one.topology, one, limit, layout="packed"), samples).step_plan.makespan_s
     except PlanError:

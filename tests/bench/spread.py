@@ -122,7 +122,7 @@ def counted_ways(
     costs = AnalyticCosts(
         model.architecture.padded(), even, flops_per_s=400e12, split_backward=split, sequence_parallel=True
     )
-    limit_bytes = max(sum(int(costs.count_static_bytes()[s]) for s in even.stages_of(rank)) for rank in range(pp))
+    limit_bytes = max(sum(int(costs.states.device.total[s]) for s in even.stages_of(rank)) for rank in range(pp))
     for way in WAYS:
         topology = placed(way, costs, even, samples)
         planner = Planner(

@@ -196,11 +196,11 @@ def test_full_recomputation_needs_a_whole_layer_while_it_runs() -> None:
 
 def test_states_are_18_bytes_a_parameter_or_6_and_12_over_dp() -> None:
     count = count_parameters(SMALL, Topology()).total[0]
-    assert bare(topology=Topology(dp=4)).count_static_bytes().tolist() == [18 * count]
-    assert bare(topology=Topology(dp=4), distributed_optimizer=True).count_static_bytes().tolist() == [
+    assert bare(topology=Topology(dp=4)).states.device.total.tolist() == [18 * count]
+    assert bare(topology=Topology(dp=4), distributed_optimizer=True).states.device.total.tolist() == [
         6 * count + 3 * count
     ]
-    assert bare(param_bytes=4).count_static_bytes().tolist() == [16 * count]
+    assert bare(param_bytes=4).states.device.total.tolist() == [16 * count]
 
 
 def test_transfers_take_latency_and_bytes_over_bandwidth_and_none_within_a_rank() -> None:

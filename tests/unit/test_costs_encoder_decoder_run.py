@@ -59,7 +59,7 @@ def test_dropout_and_what_w_waits_for_are_stored_but_not_where_all_is_recomputed
 
 def test_ranks_hold_deterministic_modes_sums_of_gradients_whole() -> None:
     costs = replace(COSTS, topology=Topology(pp=4, dp=2), distributed_optimizer=True)
-    more = replace(costs, exact_sums=True).count_static_bytes() - costs.count_static_bytes()
+    more = replace(costs, exact_sums=True).states.device.total - costs.states.device.total
     assert more.tolist() == (8 * count_parameters(T5, costs.topology).total).tolist()
 
 

@@ -24,6 +24,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.flops import Work, step_flops, work_of
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.planner import Planner
+from tests.support.priced import list_values
 
 LLAMA = preset("llama-3-8b")
 WHOLE = AnalyticCosts(LLAMA, Topology(tp=2, pp=4), sequence_parallel=True, split_backward=True)
@@ -71,7 +72,7 @@ def test_all_bytes_of_logits_of_a_row_of_32k_tokens_are_an_eighth_or_less():
 def test_a_head_of_no_more_positions_than_a_slice_is_whole():
     for costs, decoder in ((SLICED, 0), (PAIRS, HEAD_SLICE)):
         whole, sliced = (costs.evaluate(one(HEAD_SLICE, kind, decoder)) for kind in ("none", "head"))
-        assert whole.compute_digest() == sliced.compute_digest()
+        assert list_values(whole) == list_values(sliced)
         longer = [costs.evaluate(one(2 * HEAD_SLICE, kind, 2 * decoder)) for kind in ("full", "head+full")]
         assert longer[1].stored_bytes[-1, 0] < longer[0].stored_bytes[-1, 0]
 
@@ -80,7 +81,7 @@ def test_shapes_as_arrays_cost_what_micro_batches_cost():
     for costs, decoder in ((SLICED, 0), (PAIRS, 1500)):
         for kind in ALL_RECOMPUTES:
             arrays = costs.evaluate_shapes([1], [3000], [decoder], kind)
-            assert arrays.compute_digest() == costs.evaluate(one(3000, kind, decoder)).compute_digest(), kind
+            assert list_values(arrays) == list_values(costs.evaluate(one(3000, kind, decoder))), kind
 
 
 def test_costs_without_slices_refuse_them_and_are_written_as_before():

@@ -159,7 +159,7 @@ def test_micro_batches_cost_what_their_shapes_cost(tmp_path: Path) -> None:
 
 
 def test_decoder_positions_cross_only_boundaries_after_the_first_decoder_layer(tmp_path: Path) -> None:
-    table = t5(tmp_path, comm_gbps=16.0, comm_latency_us=5.0)
+    table = replace(t5(tmp_path), comm_gbps=16.0, comm_latency_us=5.0)
     costs = table.evaluate([MicroBatch((SampleLength(0, 100, 30),), recompute="full")])
     assert table.stage_layers() == [(3, 0), (2, 0), (0, 3), (0, 2)]
     assert costs.transfer_bytes[:, 0].tolist() == [100 * HIDDEN * 2, 100 * HIDDEN * 2, 130 * HIDDEN * 2]
@@ -168,7 +168,7 @@ def test_decoder_positions_cross_only_boundaries_after_the_first_decoder_layer(t
 
 def test_links_price_each_boundary_by_whether_it_crosses_nodes(tmp_path: Path) -> None:
     links = Links(intra=Link(1000, 3e11), inter=Link(20_000, 1e9), ranks_per_node=4)
-    table = t5(tmp_path, comm_gbps=16.0)
+    table = replace(t5(tmp_path), comm_gbps=16.0)
     costs = replace(table, links=links).evaluate([MicroBatch((SampleLength(0, 100, 30),), recompute="full")])
     sent = costs.transfer_bytes[:, 0].tolist()
     assert costs.transfer_ns[:, 0].tolist() == [
@@ -246,7 +246,7 @@ def test_states_are_8_bytes_of_parameters_sharded_by_zero_1_with_two_embeddings_
 
 
 def test_w_takes_its_share_of_the_backward(tmp_path: Path) -> None:
-    costs = gpt(tmp_path, split_w=0.25).evaluate_shapes([2], [64])
+    costs = replace(gpt(tmp_path), split_w=0.25).evaluate_shapes([2], [64])
     assert np.abs(costs.weight_ns * 4 - costs.backward_ns).max() <= 2
     assert (costs.input_ns + costs.weight_ns == costs.backward_ns).all()
 
@@ -256,7 +256,7 @@ def test_uneven_layers_and_other_topologies_reuse_the_measurements(tmp_path: Pat
     uneven, _ = table.with_topology(Topology(tp=2, pp=2, layers_per_stage=(5, 2)))
     assert uneven.stage_layers() == [(5, 0), (2, 0)]
     with pytest.raises(ConfigError, match=r"a link of 0\.0 Gbit/s"):
-        t5(tmp_path, comm_gbps=0.0)
+        replace(t5(tmp_path), comm_gbps=0.0)
     with pytest.raises(ConfigError, match="measured at tp 2, not 1"):
         table.with_topology(Topology(tp=1, pp=2))
     with pytest.raises(ConfigError, match="sums to 3 but the model has 7 layers"):

@@ -32,6 +32,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.tools.account.profile_errors import held_out_errors
+from tests.support.priced import list_values
 
 _SHAPE = Architecture.gpt(
     num_layers=4,
@@ -271,7 +272,7 @@ def test_heads_in_slices_are_priced_as_measured_and_whole_up_to_a_slice() -> Non
     assert errors.num_unpriced == 0
     assert all(mean <= 0.03 for mean in errors.mean.values()), errors.mean
     arrays = table.evaluate_shapes([6], [300], 0, "head+full")
-    assert arrays.compute_digest() == table.evaluate([padded(*long, "head+full")]).compute_digest()
+    assert list_values(arrays) == list_values(table.evaluate([padded(*long, "head+full")]))
     stage, none = (table.evaluate([padded(*long, kind)]) for kind in ("head+stage", "head"))
     assert np.array_equal(stage.keep_inputs(np.array([True])).stored_bytes, stage.stored_bytes)
     assert np.array_equal(stage.forward_ns, none.forward_ns)

@@ -109,7 +109,7 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainConfig, 
     costs = job.analytic_costs(config, job.architecture_of(config, 256), flops_per_s=1e10, overhead_ns=20_000)
     costs_path.write_text(json.dumps(cost_model_to_json(costs)))
     samples = sample_lengths(LENGTHS, range(BATCH_SIZE))
-    static_bytes, roomy = int(costs.count_static_bytes().max()), planner_from(config, costs).plan(samples)
+    static_bytes, roomy = int(costs.states.device.total.max()), planner_from(config, costs).plan(samples)
     return path, written((static_bytes + (roomy.peak_bytes - static_bytes) // 2) / 1e9), costs
 
 
@@ -236,7 +236,7 @@ def test_a_plan_that_ranks_would_refuse_is_refused_in_the_same_words(
     samples = sample_lengths(LENGTHS, GlobalBatchRule(batch_size=BATCH_SIZE, shuffle=True).batches(LENGTHS, 0)[0])
     least = next(  # room for the batch, but for no buffer
         limit
-        for limit in range(int(costs.count_static_bytes().max()), config.plan.memory_limit_bytes, 20_000)
+        for limit in range(int(costs.states.device.total.max()), config.plan.memory_limit_bytes, 20_000)
         if _fits(planner_from(config.with_values(plan={"memory_limit_gb": limit / 1e9}), costs), samples)
     )
     np.save(path.with_name("lengths.npy"), LENGTHS)

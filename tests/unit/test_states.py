@@ -124,14 +124,14 @@ def test_the_analytic_model_separates_weights_gradients_and_optimizer() -> None:
     model = AnalyticCosts(SMALL, Topology(pp=2, dp=4), zero_stage=1)
     parts = model.states.device
     assert (parts.gradients == 2 * parts.weights).all()
-    assert (parts.weights + parts.gradients + parts.optimizer).tolist() == model.count_static_bytes().tolist()
+    assert (parts.weights + parts.gradients + parts.optimizer).tolist() == model.states.device.total.tolist()
     assert parts.optimizer.tolist() == [-(-6 * int(n) // 4) for n in parts.weights]
 
 
 def test_the_distributed_optimizer_is_zero_stage_1() -> None:
     topology = Topology(dp=4)
-    flag = AnalyticCosts(SMALL, topology, distributed_optimizer=True).count_static_bytes()
-    assert flag.tolist() == AnalyticCosts(SMALL, topology, zero_stage=1).count_static_bytes().tolist()
+    flag = AnalyticCosts(SMALL, topology, distributed_optimizer=True).states.device.total
+    assert flag.tolist() == AnalyticCosts(SMALL, topology, zero_stage=1).states.device.total.tolist()
 
 
 def test_zero_holds_one_layer_whole_while_it_runs_its_gradients_at_stage_2_its_weights_too_at_stage_3() -> None:
@@ -164,6 +164,6 @@ def test_the_analytic_model_takes_every_recipe_for_16_bit_weights() -> None:
 
 def test_four_byte_weights_are_fp32_whatever_the_recipe_and_fp32_is_no_recipe_of_16_bit_ones() -> None:
     wide = AnalyticCosts(SMALL, Topology(), param_bytes=4, state_recipe="mixed")
-    assert wide.count_static_bytes().tolist() == [16 * count_parameters(SMALL, Topology()).total[0]]
+    assert wide.states.device.total.tolist() == [16 * count_parameters(SMALL, Topology()).total[0]]
     with pytest.raises(ConfigError, match=r"state_recipe is 'fp32': give megatron, mixed or deepspeed.*param_bytes 4"):
         AnalyticCosts(SMALL, Topology(), state_recipe="fp32")
