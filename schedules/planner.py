@@ -179,11 +179,7 @@ class Planner(PlanRules):
         return self._plan(samples, step, 0)
 
     def replan(
-        self,
-        plan: StepPlan,
-        lengths: Sequence[SampleLength] | Sequence[int] | LengthArray,
-        *,
-        reserve_bytes: int,
+        self, plan: StepPlan, lengths: Sequence[SampleLength] | Sequence[int] | LengthArray, *, reserve_bytes: int
     ) -> StepPlan:
         """Return a plan of the same samples and step that leaves `reserve_bytes` of every rank free, for buffers of
         messages that turn out to need memory.
@@ -196,8 +192,7 @@ class Planner(PlanRules):
         samples = as_samples(lengths)
         _check_count("reserve_bytes", reserve_bytes)
         problem = self._problem_at(plan.width, reserve_bytes, effort_share=REFIT_SHARE)
-        longest = max(s.encoder for s in samples)
-        pieces = list_piece_sizes(problem.rules.pieces, longest, problem.rules.max_tokens)
+        pieces = list_piece_sizes(problem.rules.pieces, max(s.encoder for s in samples), problem.rules.max_tokens)
         if self.schedule == "adaptive" and not pieces and not self.forward_only:
             with suppress(PlanError):  # these micro-batches do not fit; others may
                 return self._certify(refit(problem, plan), samples)
@@ -235,10 +230,12 @@ class Planner(PlanRules):
         limit, ranks = int(self.memory_limit_bytes), self.topology.stage_ranks
         certificate = certify(plan, self._costs[plan.width], samples, memory_limit_bytes=limit)
         if self.widths:
-            replicas = {width: self.topology.at_width(width).num_replicas for width in self.widths}
-            bounds = [bound_batch_ns(plan, self._costs[w], samples, ranks, dp, limit) for w, dp in replicas.items()]
-            known = [bound for bound in bounds if bound is not None]
-            certificate = replace(certificate, batch_ns=min(known) if len(known) == len(bounds) else None)
+            bounds = [
+                bound_batch_ns(plan, self._costs[w], samples, ranks, self.topology.at_width(w).num_replicas, limit)
+                for w in self.widths
+            ]
+            least_ns = None if None in bounds else min(bound for bound in bounds if bound is not None)
+            certificate = replace(certificate, batch_ns=least_ns)
         predictions = tuple(
             replace(prediction, lower_bound_ns=bounds.best_ns)
             for prediction, bounds in zip(plan.predictions, certificate.replicas, strict=True)
@@ -261,14 +258,17 @@ class Planner(PlanRules):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Planner:
-        known = {"noise": 0.0, "split_policy": raw.get("rule"), **raw}  # of earlier versions
+        """Return the planner that `to_json` of this version or of an earlier one described."""
+        known = {"noise": 0.0, "split_policy": raw.get("rule"), **raw, "recompute": raw["recompute"] or "auto"}
+        if "equal_counts" in raw:
+            known["replica_counts"] = "equal" if raw["equal_counts"] else "free"
         return cls(
             from_json(Topology, raw["topology"]),
             cost_model_from_json(raw["costs"]),
             raw["memory_limit_bytes"],
             raw["seed"],
-            format=None if raw["format"] is None else from_json(ActivationFormat, raw["format"]),
-            collectives=None if raw["collectives"] is None else from_json(ReplicaCollectives, raw["collectives"]),
+            format=raw["format"] and from_json(ActivationFormat, raw["format"]),
+            collectives=raw["collectives"] and from_json(ReplicaCollectives, raw["collectives"]),
             num_cores=raw["num_cores"],
             widths=tuple(raw.get("widths", ())),
             **{f.name: known[f.name] for f in fields(PlanRules)},

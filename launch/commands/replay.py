@@ -90,23 +90,13 @@ def _planner(dump: Path, name: str) -> tuple[Planner, bool]:
     described = Fields(read_json(path, DUMPED_PLANNER_FORMAT, "a planner's dump"), str(path)).one("planner", dict)
     is_as_dumped = name == planner_file(described)
     try:
-        return Planner.from_json(_in_present_words(described)), is_as_dumped
+        return Planner.from_json(described), is_as_dumped
     except DynaPipeError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"{path} describes no planner of this version ({type(error).__name__} {error}): dump the run again"
         ) from error
-
-
-def _in_present_words(described: dict[str, Any]) -> dict[str, Any]:
-    """A planner's description with the present names of two rules, which older runs wrote otherwise, and the noise that
-    they did not know."""
-    described = {"noise": 0.0} | described
-    if "equal_counts" not in described:
-        return described
-    counts, recompute = "equal" if described["equal_counts"] else "free", described["recompute"] or "auto"
-    return described | {"replica_counts": counts, "recompute": recompute}
 
 
 def _samples(rows: tuple[list[Any], ...], path: Path) -> list[SampleLength]:
