@@ -33,6 +33,7 @@ from dynapipe_ext.costs.layers import (
     HALVES,
     HEAD_MESSAGE_BYTES,
     HEAD_PEAK,
+    KINDS,
     LAYER_KINDS,
     SLICED_HEAD,
     WEIGHT,
@@ -154,10 +155,11 @@ class CostTable(CostModel):
             require_whole_vocabulary(self.topology, "a table with a decoder side")
         if self.topology.vocabulary == "head" and self.parameter_bytes.get("tied_head"):
             raise make_tie_error()
-        if self.pieces and set(self.pieces.by_recompute) != set(self.recomputes):
+        measured = [recompute for recompute in LAYER_RECOMPUTES if (recompute, "encoder") in self.grids]
+        if self.pieces and {*self.pieces.by_recompute} != {*measured}:
             raise ConfigError(
                 f"pieces were measured under recompute {', '.join(self.pieces.by_recompute)} but shapes under"
-                f" {', '.join(self.recomputes)}: measure both under the same"
+                f" {', '.join(measured)}: measure both under the same"
             )
         if missing := sorted({"encoder", "embedding", *(["decoder"] * self.has_decoder)} - self.parameter_bytes.keys()):
             raise ConfigError(f"the cost table has no parameter sizes of {missing}")
@@ -211,8 +213,9 @@ class CostTable(CostModel):
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """The recomputation types that were measured."""
-        return tuple(r for r in LAYER_RECOMPUTES if (r, "encoder") in self.grids)
+        """The recomputation types that were measured for all kinds of layers on these stages."""
+        kinds = ["encoder", *["decoder"] * self.has_decoder, *(HALVES if self.topology.has_half_layers else ())]
+        return tuple(r for r in LAYER_RECOMPUTES if all((r, kind) in self.grids for kind in kinds))
 
     @property
     def kinds(self) -> tuple[Recompute, ...]:
@@ -405,13 +408,12 @@ class CostTable(CostModel):
         layer, heads = recompute_of_layers(recompute), self.topology.head_stages
         in_table, prices = np.ones(shapes.shape[1], bool), dict[LayerKind, FloatArray]()
         head_grid = self.grids.get(SLICED_HEAD if slices_head(recompute) else (layer, "postprocess"))
-        for kind in LAYER_KINDS:
+        for kind in LAYER_KINDS if self.topology.has_half_layers else KINDS:
             is_head = kind == "postprocess"
             grid = head_grid if is_head else self.grids.get((layer, kind))
             places = shapes[[0, 2] if is_head and self.has_decoder else slice(len(grid.axes) if grid else 0)]
             prices[kind], measured = price_layer(grid, places)
-            if kind not in HALVES:
-                in_table &= measured if grid else kind not in ("encoder", *["decoder"] * self.has_decoder)
+            in_table &= measured
             if grid and (packed := self.packed_layers.get((layer, kind))):
                 prices[kind][3:] += np.maximum(0.0, packed.multiply(sizes) - prices[kind][3:]) * (sizes[0] > 0)
         head, stages = prices["postprocess"], slice(heads.start, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.costs.table import CostTable
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.launch.job import settled
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.models.architecture import Architecture, LatentAttention
@@ -23,6 +24,7 @@ from dynapipe_ext.models.layer_pattern import HalfModule, LayerPattern, ProvenCu
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.placements import PlacementTrial
 from dynapipe_ext.settings.train_config import TrainConfig
+from tests.support.priced import list_values
 from tests.unit.test_costs_table import gpt, t5
 
 DENSE = Architecture.gpt(
@@ -188,3 +190,27 @@ def test_who_cannot_be_cut_inside_a_layer_says_so(tmp_path: Path) -> None:
     unmeasured = {key: grid for key, grid in table.grids.items() if key[1] not in ("attention", "mlp")}
     with pytest.raises(ConfigError, match="which a cost table without grids of both halves does not"):
         replace(table, grids=unmeasured).with_topology(Topology(tp=2, pp=2, layers_per_stage=(3.5, 3.5)))
+
+
+def test_a_recomputation_mode_without_measured_halves_has_no_price_on_stages_with_halves(tmp_path: Path) -> None:
+    table, halves = gpt(tmp_path), Topology(tp=2, pp=2, layers_per_stage=(3.5, 3.5))
+    of_none = {key: grid for key, grid in table.grids.items() if key[0] == "none"}
+    of_layers = {key: grid for key, grid in table.grids.items() if key[1] not in ("attention", "mlp")}
+    partly = replace(table, grids=of_layers | of_none)
+    assert not partly.evaluate_shapes([2], [64], 0, "full").infeasible.any()
+    placed, expected = replace(partly, topology=halves), replace(table, grids=of_none, topology=halves)
+    assert placed.evaluate_shapes([2], [64], 0, "full").infeasible.all()
+    with pytest.raises(PlanError, match="with recompute 'full': the cost table has only none"):
+        placed.evaluate([MicroBatch(sample_lengths([64, 64]), "padded", "full")])
+    assert list_values(placed.evaluate_shapes([2], [64])) == list_values(expected.evaluate_shapes([2], [64]))
+    floors = [costs.get_floor((0, 1), split=False).needed for costs in (placed, expected)]
+    assert [values.tolist() for values, _ in floors[0]] == [values.tolist() for values, _ in floors[1]]
+
+
+def test_a_half_that_was_not_measured_at_a_point_has_no_price_there(tmp_path: Path) -> None:
+    table = replace(gpt(tmp_path), topology=Topology(tp=2, pp=2, layers_per_stage=(3.5, 3.5)))
+    mlp = table.grids["none", "mlp"]
+    (without,) = np.flatnonzero((np.array(list(itertools.product(*mlp.axes)))[:, :2] == (2, 64)).all(axis=1))
+    is_measured = mlp.is_measured & (np.arange(len(mlp.is_measured)) != without)
+    costs = replace(table, grids={**table.grids, ("none", "mlp"): replace(mlp, is_measured=is_measured)})
+    assert costs.evaluate_shapes([2, 1], [64, 16]).infeasible.tolist() == [True, False]
