@@ -150,13 +150,14 @@ def count_parameters_by_stage(
 ) -> FloatArray:
     """Return the parameters of every stage: those of its layers and `halves`, and its parts of the vocabulary.
 
-    The stage where the decoder begins has an "embedding", too. The last stage has the "tied_head" unless it has an
-    embedding. The "encoder_norm" is where the encoder ends. "position_biases" count once for each of encoder and
+    The stage where the decoder begins has an "embedding", too. The last stage has the "tied_head" unless its rank has
+    an embedding. The "encoder_norm" is where the encoder ends. "position_biases" count once for each of encoder and
     decoder that the stage has layers of.
     """
     end = find_encoder_end(with_halves(layers, halves))
     embeddings, heads = {*topology.embedding_stages, first_decoder_stage(layers) or 0}, topology.head_stages
-    has_copy = topology.vocabulary == "whole" and heads.start not in embeddings
+    is_on_first_rank = topology.stage_ranks[-1] == topology.stage_ranks[0]
+    has_copy = topology.vocabulary == "whole" and heads.start not in embeddings and not is_on_first_rank
     total = np.zeros(len(layers))
     for stage, ((num_encoder, num_decoder), counts) in enumerate(zip(layers, halves, strict=True)):
         parts = zip(("encoder", "decoder", *HALVES), (num_encoder, num_decoder, *counts), strict=True)

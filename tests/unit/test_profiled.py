@@ -367,8 +367,7 @@ def test_states_are_those_of_every_stage(value_bytes: int, tied: bool) -> None:
         bias=True,
     )
     table = make_cost_table(usual(), _RANGE, shape, value_bytes=value_bytes)
-    for pp in (1, 2, 4):
-        topology = Topology(pp=pp)
+    for topology in (Topology(), Topology(pp=2), Topology(pp=4), Topology(pp=2, placement=(0, 1, 1, 0))):
         expected = count_parameters(shape, topology).total * (18 if value_bytes == 2 else 16)
         assert table.with_topology(topology)[0].count_static_bytes().tolist() == expected.tolist()
 
