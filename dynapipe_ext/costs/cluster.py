@@ -137,6 +137,7 @@ class Cluster:
             raise ConfigError(f"{self.nodes} x {self.gpus_per_node} devices are above {_MAX_DEVICES:,}: give fewer")
         for name in (*_PUBLISHED, "host_memory_gb"):
             value, max_value = getattr(self, name), _MAX_GB if name.endswith("_gb") else _MAX_BYTES_PER_S
+            max_value = 1 if name == "efficiency" else max_value
             may_be_0 = name in ("reserved_gb", "host_memory_gb")
             if not 0 <= value <= max_value or not (value or may_be_0):
                 bound = "at least 0" if may_be_0 else "above 0"
@@ -145,8 +146,6 @@ class Cluster:
             raise ConfigError(
                 f"reserved_gb is {self.reserved_gb:g} of {self.gpu_memory_gb:g} GB of a device: give less than it has"
             )
-        if self.efficiency > 1:
-            raise ConfigError(f"efficiency is {self.efficiency:g} but is a share of the peak rate: give 0 to 1")
 
     @classmethod
     def from_device(cls, device: Device, *, nodes: int = 1, gpus_per_node: int = 8, **changed: float | None) -> Cluster:

@@ -161,7 +161,8 @@ def test_cluster_figures_out_of_bounds_are_refused():
         ({"nodes": 0}, "nodes is 0 but must be 1 to 65,536"),
         ({"gpu_memory_gb": -1.0}, "gpu_memory_gb is -1 but must be above 0"),
         ({"reserved_gb": 80.0}, "reserved_gb is 80 of 80 GB of a device"),
-        ({"efficiency": 1.5}, "efficiency is 1.5 but is a share"),
+        ({"efficiency": 1.5}, "efficiency is 1.5 but must be above 0, and at most 1"),
+        ({"efficiency": 0.0}, "efficiency is 0 but must be above 0, and at most 1$"),
         ({"intra_bytes_per_s": float("nan")}, "intra_bytes_per_s is nan but must be above 0"),
         ({"host_memory_gb": -2.0}, "host_memory_gb is -2 but must be at least 0"),
     ):
