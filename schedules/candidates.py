@@ -45,13 +45,13 @@ _MAY_BE_OFF = 1 / 64
 
 @dataclass(frozen=True, slots=True)
 class PlanCandidate:
-    """A way to plan a step. It probably takes about `expected_ns`, and hardly less than `hoped_ns`: the work of the
-    busiest replica, and half of the time in which its pipeline fills and drains with the longest row."""
+    """A way to plan a step. It takes about `expected_ns`, and no less than `least_ns`: of whole samples the work of the
+    busiest replica, a lower bound; of pieces a little less than the time that is hoped for."""
 
     cp_degree: int
     in_pieces: bool
     expected_ns: float
-    hoped_ns: float
+    least_ns: float
     plan: Callable[[], StepPlan]
 
 
@@ -71,7 +71,7 @@ def plan_fastest(problems: Sequence[StepProblem], samples: list[SampleLength], s
     best: StepPlan | None = None
     value = math.inf, 0, False
     for one in sorted(candidates, key=lambda one: (one.expected_ns, one.cp_degree)):
-        if one.hoped_ns * (1 - _MAY_BE_OFF) >= value[0]:
+        if one.least_ns >= value[0]:
             continue
         try:
             plan = one.plan()
@@ -110,7 +110,7 @@ def list_candidates(
         plan = partial(_plan_in_finer_pieces if is_finer else _plan_in_pieces, problem, samples, step, choices)
         hoped_ns = min(choice.hoped_ns for choice in choices)
         expected_ns = hoped_ns if is_finer else min(choice.makespan_ns for choice in choices)
-        candidates.append(PlanCandidate(cp_degree, True, expected_ns, hoped_ns, plan))
+        candidates.append(PlanCandidate(cp_degree, True, expected_ns, hoped_ns * (1 - _MAY_BE_OFF), plan))
     if rules.pieces == "auto" or not candidates:
         candidates.append(PlanCandidate(cp_degree, False, *_expect_whole(problem, samples), plan_whole))
     return candidates
@@ -133,7 +133,7 @@ def _expect_whole(problem: StepProblem, samples: Sequence[SampleLength]) -> tupl
         problem.costs,
         samples,
         topology.stage_ranks,
-        split=rules.split_backward,
+        split=rules.is_split,
         packed=rules.layout == "packed",
         memory_limit_bytes=problem.limit_bytes,
     )
