@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from dynapipe_ext.batch.micro_batches import (
@@ -25,7 +26,7 @@ from dynapipe_ext.partitioning.pieces import list_piece_sizes
 from dynapipe_ext.schedules.candidates import REFIT_SHARE, plan_fastest, plan_forwards, refit
 from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 from dynapipe_ext.schedules.planner_checks import check_pieces, check_types, check_values, name_costs
-from dynapipe_ext.schedules.search.proposals import StepProblem
+from dynapipe_ext.schedules.search.proposals import StepProblem, make_possible
 from dynapipe_ext.schedules.step_plan import StepPlan, bound_batch_ns, certify
 from dynapipe_ext.settings.plan_rules import PlanRules, check_placed, check_rules
 
@@ -176,7 +177,7 @@ class Planner(PlanRules):
         _check_count("step", step)
         if not samples:
             raise PlanError(f"step {step} has 0 samples but a plan needs at least 1: leave the step out")
-        return self._plan(samples, step, 0)
+        return self._certify(self._plan(samples, step, self.allowed_widths), samples)
 
     def replan(
         self, plan: StepPlan, lengths: Sequence[SampleLength] | Sequence[int] | LengthArray, *, reserve_bytes: int
@@ -186,17 +187,22 @@ class Planner(PlanRules):
 
         The adaptive planner keeps the micro-batches. It searches only those replicas again that no longer fit, over
         recomputation, order and dispatch, with a part of the effort. It plans the batch again if that fails, and for
-        published schedules, samples in pieces and forward-only steps. The certificate's bounds hold for the full memory
-        limit. Raises PlanError if nothing fits.
+        published schedules, samples in pieces and forward-only steps, at other degrees if none fits at the plan's. The
+        certificate's bounds hold for the full memory limit. Raises PlanError if nothing fits.
         """
         samples = as_samples(lengths)
         _check_count("reserve_bytes", reserve_bytes)
         problem = self._problem_at(plan.width, reserve_bytes, effort_share=REFIT_SHARE)
         pieces = list_piece_sizes(problem.rules.pieces, max(s.encoder for s in samples), problem.rules.max_tokens)
+        refitted: StepPlan | None = None
         if self.schedule == "adaptive" and not pieces and not self.forward_only:
             with suppress(PlanError):  # these micro-batches do not fit; others may
-                return self._certify(refit(problem, plan), samples)
-        return self._plan(samples, plan.batch.step, reserve_bytes)
+                refitted = refit(problem, plan)
+        again = (
+            partial(self._plan, samples, plan.batch.step, widths, reserve_bytes)
+            for widths in dict.fromkeys(((plan.width,), self.allowed_widths))
+        )
+        return self._certify(refitted or next(make_possible(again)), samples)
 
     def forwards_like(self, plan: StepPlan) -> StepPlan:
         """Return the forward-only step of the very micro-batches of a training step, each on its replica, in an order
@@ -220,9 +226,8 @@ class Planner(PlanRules):
         step_plan = plan_forwards(forwards._problem_at(plan.width), replicas, plan.batch.step)
         return forwards._certify(step_plan, list(samples.values()))
 
-    def _plan(self, samples: list[SampleLength], step: int, reserve_bytes: int) -> StepPlan:
-        problems = [self._problem_at(width, reserve_bytes) for width in self.allowed_widths]
-        return self._certify(plan_fastest(problems, samples, step), samples)
+    def _plan(self, samples: list[SampleLength], step: int, widths: Sequence[int], reserve_bytes: int = 0) -> StepPlan:
+        return plan_fastest([self._problem_at(width, reserve_bytes) for width in widths], samples, step)
 
     def _certify(self, plan: StepPlan, samples: Sequence[SampleLength]) -> StepPlan:
         """Return the plan with the bounds of these samples; that of the whole batch holds for all widths."""
