@@ -14,33 +14,30 @@ import numpy as np
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.partitioning.padded import ShapeIndex
-from dynapipe_ext.schedules.search.problem import make_records
-
-Range = tuple[int, int]  # items first .. end - 1
-CutGroups = list[list[int]]
+from dynapipe_ext.schedules.search.problem import drop_merged, make_records
 
 
 def balance_loads(
     costs: MicroBatchCosts,
     stage_ranks: Sequence[int],
     shapes: ShapeIndex,
-    cuts: Sequence[Range],
+    cuts: Sequence[tuple[int, int]],
     groups: Sequence[Sequence[int]],
     *,
     split: bool,
     moves: int,
     seed: int,
     equal_counts: bool = False,
-) -> tuple[list[Range], CutGroups]:
+) -> tuple[list[tuple[int, ...]], list[list[int]]]:
     """Return the best cuts of the items in turn, and their indices per replica, after this many random moves.
 
-    `shapes[j, r - 1]`: the shape of the r items that end at item j, or -1 if they may not be a micro-batch; all of
-    `cuts` may be. `costs` are of every shape. A function of its arguments; the first of equals stays.
+    A cut has the items first .. end - 1. `shapes[j, r - 1]`: the shape of the r items that end at item j, or -1 if they
+    may not be a micro-batch; all of `cuts` may be. `costs` are of every shape. A function of its arguments; the first
+    of equals stays.
     """
-    records, ranges = make_records([costs], split=split), list(cuts)
+    records = make_records([costs], split=split)
     ranges, new_groups = native.levelled(
-        records, stage_ranks, split, np.ascontiguousarray(shapes), ranges, groups, moves, seed, equal_counts
+        records, stage_ranks, split, np.ascontiguousarray(shapes), list(cuts), groups, moves, seed, equal_counts
     )
-    left = sorted((cut, m) for m, cut in enumerate(ranges) if cut[0] >= 0)  # the rest are merged away
-    place = {m: i for i, (_, m) in enumerate(left)}
-    return [cut for cut, _ in left], [sorted(place[m] for m in group) for group in new_groups]
+    left, new_groups = drop_merged(ranges, new_groups)
+    return left, list(map(sorted, new_groups))

@@ -163,10 +163,8 @@ class Problem:
         take long to write down, so they can be left out.
         """
         ranges, groups, makespans, actions = native.search(self, cuts, orders, schedule, with_actions)
-        left = sorted((Cut(*cut), m) for m, cut in enumerate(ranges) if cut[0] >= 0)  # the rest are merged away
-        place = {m: i for i, (_, m) in enumerate(left)}
-        new_cuts, new_groups = [cut for cut, _ in left], [[place[m] for m in group] for group in groups]
-        floor_ns = 0
+        left, new_groups = drop_merged(ranges, groups)
+        new_cuts, floor_ns = [Cut(*cut) for cut in left], 0
         if self.cores is not None:
             floor_ns = self.cores.floor_ns(int(self.work_ns(self.records_of(new_cuts)).sum()))
         return SearchState(new_cuts, new_groups, makespans, actions, floor_ns)
@@ -198,6 +196,15 @@ class Problem:
             orders = tuple(tuple(map(numbered.__getitem__, rank)) for rank in ranks)
             schedules.append(PipelineSchedule(name, orders or idle, self.stage_ranks))
         return tuple(schedules)
+
+
+def drop_merged(
+    cuts: Sequence[tuple[int, ...]], groups: Sequence[Sequence[int]]
+) -> tuple[list[tuple[int, ...]], list[list[int]]]:
+    """Return the native core's cuts in the order of the items, without those merged away, and the groups of these."""
+    left = sorted((cut, m) for m, cut in enumerate(cuts) if cut[0] >= 0)
+    place = {m: i for i, (_, m) in enumerate(left)}
+    return [cut for cut, _ in left], [[place[m] for m in group] for group in groups]
 
 
 def make_records(kind_costs: Sequence[MicroBatchCosts], *, split: bool) -> IntArray:

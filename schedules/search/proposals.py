@@ -50,7 +50,6 @@ from dynapipe_ext.schedules.search.regrouping import exchange_samples
 from dynapipe_ext.settings.plan_rules import PlanRules
 
 Replicas = list[list[MicroBatch]]
-MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
 Made = TypeVar("Made")
 
 _MOVES_A_TRY = 1000  # One number of packed rows near the best is tried per this many moves of the effort.
@@ -109,7 +108,7 @@ class StepProblem:
         return self.topology.pp if self.cores is None else 1
 
     def _price(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        """Price rows of whole samples, once for each list."""
+        """Price micro-batches of whole samples, once for each list."""
         key = id(micro_batches)
         if key not in self._prices:
             self._prices[key] = micro_batches, self.costs.evaluate(micro_batches)
@@ -176,17 +175,15 @@ class StepProblem:
         if self.rules.layout == "padded":
             held = self._list_in_flight(stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages)
             priced, firsts = self._price_first_cuts(samples, held)
-            micro_batches = [[priced.make_micro_batch(cut) for cut in cuts] for cuts in firsts]
+            micro_batches = [tuple(map(priced.make_micro_batch, cuts)) for cuts in firsts]
         else:
             held = self._list_in_flight(1, (stages + 1) // 2, stages)
             dp = min(self.topology.num_replicas, len(samples))
-            price = self._price  # what is held changes what fits, not the rows that are tried
-            rows = cache(partial(self._make_packings, samples, price))
+            packings = cache(partial(self._make_packings, samples))  # what is held changes what fits, not what is tried
             shortest, *longer = self._list_row_limits(samples)
-            tried = [partial(self._pack_rows, rows, price, in_flight, dp, [shortest]) for in_flight in held]
-            tried += [partial(self._pack_rows, rows, price, 1, dp, longer)] if longer else []
-            packings = [parts for finalists in make_possible(tried) for parts in finalists]
-            return [self._assign_parts(parts, samples, step, price) for parts in _drop_repeats(packings)]
+            tried = [partial(self._pack_rows, packings, in_flight, dp, [shortest]) for in_flight in held]
+            tried += [partial(self._pack_rows, packings, 1, dp, longer)] if longer else []
+            micro_batches = _drop_repeats(rows for finalists in make_possible(tried) for rows in finalists)
         return [self._assign_parts(parts, samples, step) for parts in micro_batches]
 
     def list_piece_choices(self, samples: list[SampleLength], sizes: Sequence[int]) -> list[PieceChoice]:
@@ -233,15 +230,9 @@ class StepProblem:
     def find_bottleneck(self, costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
         return find_bottleneck(costs, min_in_flight, self.topology.stage_ranks)
 
-    def _assign_parts(
-        self,
-        parts: Sequence[MicroBatch],
-        samples: Sequence[SampleLength],
-        step: int,
-        price: MicroBatchPrice | None = None,
-    ) -> Replicas:
+    def _assign_parts(self, parts: Sequence[MicroBatch], samples: Sequence[SampleLength], step: int) -> Replicas:
         parts = _split_until(parts, min(self.topology.num_replicas, len(samples)))
-        time_ns, _ = self.find_bottleneck((price or self.costs.evaluate)(parts))
+        time_ns, _ = self.find_bottleneck(self._price(parts))
         return [[parts[i] for i in group] for group in self._assign(time_ns.tolist(), samples, step)]
 
     def propose_fixed(self, splits: Sequence[Replicas]) -> list[Proposal]:
@@ -332,16 +323,13 @@ class StepProblem:
             limits.append(2 * limits[-1])
         return limits
 
-    def _make_packings(
-        self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute, limit: int
-    ) -> RowPackings:
+    def _make_packings(self, samples: list[SampleLength], kind: Recompute, limit: int) -> RowPackings:
         rule = RowPackingPolicy(max_tokens=limit, pad_multiple=self.rules.pad_multiple, recompute=kind)
-        return RowPackings.from_samples(samples, lambda rows: self.find_bottleneck(price(rows)), rule)
+        return RowPackings.from_samples(samples, lambda rows: self.find_bottleneck(self._price(rows)), rule)
 
     def _pack_rows(
         self,
-        rows: Callable[[Recompute, int], RowPackings],
-        price: MicroBatchPrice,
+        packings: Callable[[Recompute, int], RowPackings],
         min_in_flight: int,
         dp: int,
         limits: Sequence[int],
@@ -350,10 +338,10 @@ class StepProblem:
         the first limit, or within a later one as long as each is faster than the one before."""
 
         def evaluate(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
-            return self.find_bottleneck(price(micro_batches), min_in_flight)
+            return self.find_bottleneck(self._price(micro_batches), min_in_flight)
 
         def list_finalists(kind: Recompute, limit: int) -> tuple[int, list[tuple[MicroBatch, ...]]]:
-            finalists = rows(kind, limit).list_finalists(
+            finalists = packings(kind, limit).list_finalists(
                 evaluate,
                 pp=self.depth,
                 dp=dp,
@@ -373,22 +361,22 @@ class StepProblem:
                         best, best_limit = longer, limit
                         continue
                 break
-            return self._add_graded(best[1], rows(kind, best_limit), evaluate, dp)
+            return self._add_graded(best[1], packings(kind, best_limit), evaluate, dp)
 
         return next(make_possible(partial(pack, kind) for kind in self.kinds))
 
     def _add_graded(
-        self, finalists: list[tuple[MicroBatch, ...]], rows: RowPackings, evaluate: MicroBatchEvaluate, dp: int
+        self, finalists: list[tuple[MicroBatch, ...]], packings: RowPackings, evaluate: MicroBatchEvaluate, dp: int
     ) -> list[tuple[MicroBatch, ...]]:
         """List the finalists and graded rows: the longest that fit, and half as long. If trials would take all the
         effort, list the first of both, and more while all are few."""
 
         def list_fitting(step: float) -> Iterator[tuple[MicroBatch, ...]]:
-            graded = (rows.with_grades(step, dp, room) for room in rows.list_graded_rooms())
-            return (packing for packing in graded if packing and self._has_room(packing, evaluate, dp))
+            graded = (packings.with_grades(step, dp, room) for room in packings.list_graded_rooms())
+            return (rows for rows in graded if rows and self._has_room(rows, evaluate, dp))
 
         if self.rules.effort > TRIAL:
-            return [*finalists, *(packing for step in GRADES for packing in islice(list_fitting(step), 2))]
+            return [*finalists, *(rows for step in GRADES for rows in islice(list_fitting(step), 2))]
 
         def list_in_turn() -> Iterator[tuple[MicroBatch, ...]]:
             first, second = GRADES
@@ -398,8 +386,8 @@ class StepProblem:
             yield from finalists[1:]
 
         starts: list[tuple[MicroBatch, ...]] = []
-        for packing in list_in_turn():
-            starts.append(packing)
+        for rows in list_in_turn():
+            starts.append(rows)
             if len(starts) > 1 and sum(map(len, starts)) > _MOST_ROWS * dp:
                 break
         return starts

@@ -10,10 +10,10 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search import proposals
-from dynapipe_ext.schedules.search.levelling import CutGroups, balance_loads
+from dynapipe_ext.schedules.search.levelling import balance_loads
 from tests.property.test_search import random_costs
 
-Case = tuple[MicroBatchCosts, tuple[int, ...], np.ndarray, list[tuple[int, int]], CutGroups]
+Case = tuple[MicroBatchCosts, tuple[int, ...], np.ndarray, list[tuple[int, int]], list[list[int]]]
 
 
 @st.composite
@@ -26,7 +26,7 @@ def cases(draw: st.DrawFn) -> Case:
     for end in range(items):
         for r in range(min(width, end + 1)):
             shapes[end, r] = end * width + r if r == 0 or rng.random() < 0.8 else -1
-    groups: CutGroups = [[] for _ in range(dp)]
+    groups: list[list[int]] = [[] for _ in range(dp)]
     for item in range(items):
         groups[int(rng.integers(0, dp))].append(item)
     costs = random_costs(rng, len(stage_ranks), items * width)
