@@ -21,7 +21,7 @@ from dynapipe_ext.costs.model import MicroBatchPricer
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.search.problem import NO_LIMIT_BYTES
+from dynapipe_ext.schedules.search.optimizer import NO_LIMIT_BYTES
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 _EFFORT = 500  # moves of the search: more than a tenth of a percent is seldom left to those of a Planner's default

@@ -20,8 +20,7 @@ from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import compute_peak_bytes
 from dynapipe_ext.schedules.published.full_backward import interleaved_1f1b
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule
-from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.search.problem import NO_LIMIT_BYTES
+from dynapipe_ext.schedules.search.optimizer import NO_LIMIT_BYTES, optimize
 from dynapipe_ext.schedules.step_plan import StepPlan, plan_of_schedule
 from dynapipe_ext.settings.plan_rules import PlanRules
 

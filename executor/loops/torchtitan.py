@@ -28,8 +28,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
-from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.search.problem import NO_LIMIT_BYTES
+from dynapipe_ext.schedules.search.optimizer import NO_LIMIT_BYTES, optimize
 from dynapipe_ext.schedules.step_plan import plan_of_schedule
 
 _EFFORT = 500

@@ -8,7 +8,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns
-from dynapipe_ext.schedules.search.problem import list_start_orders
+from dynapipe_ext.schedules.search.optimizer import list_start_orders
 from dynapipe_ext.schedules.step_plan import price_replicas
 
 _NEVER = 1 << 62

@@ -14,7 +14,7 @@ import numpy as np
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.partitioning.padded import ShapeIndex
-from dynapipe_ext.schedules.search.problem import drop_merged, make_records
+from dynapipe_ext.schedules.search.optimizer import drop_merged, make_records
 
 
 def balance_loads(

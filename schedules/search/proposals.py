@@ -44,8 +44,7 @@ from dynapipe_ext.partitioning.rules import (
 )
 from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 from dynapipe_ext.schedules.search.levelling import balance_loads
-from dynapipe_ext.schedules.search.optimizer import TRIAL, has_long_replicas
-from dynapipe_ext.schedules.search.problem import Start
+from dynapipe_ext.schedules.search.optimizer import TRIAL, Start, has_long_replicas
 from dynapipe_ext.schedules.search.regrouping import exchange_samples
 from dynapipe_ext.settings.plan_rules import PlanRules
 

@@ -19,7 +19,7 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.partitioning.padded import Cut
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns
-from dynapipe_ext.schedules.search.problem import (
+from dynapipe_ext.schedules.search.optimizer import (
     NEVER,
     NO_LIMIT,
     AnnealingSchedule,

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from dynapipe_ext.batch.micro_batches import SamplePieces
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns, compute_peak_bytes, validate
-from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize_best
-from dynapipe_ext.schedules.search.problem import NEVER, NO_LIMIT, DispatchPolicy, Start, list_policies
+from dynapipe_ext.schedules.search.optimizer import (
+    NEVER,
+    NO_LIMIT,
+    DispatchPolicy,
+    SearchSettings,
+    Start,
+    list_policies,
+    optimize_best,
+)
 from tests.bench.noise import dispatch
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)]

@@ -31,8 +31,7 @@ from dynapipe_ext.schedules.evaluation.simulate import (
 from dynapipe_ext.schedules.notation import format_lines, parse_lines
 from dynapipe_ext.schedules.published.cyclic import clustered_cyclic, cyclic
 from dynapipe_ext.schedules.published.full_backward import gpipe
-from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.search.problem import NEVER, list_policies
+from dynapipe_ext.schedules.search.optimizer import NEVER, list_policies, optimize
 from dynapipe_ext.timeline import Trace
 from tests.bench.noise import dispatch
 

@@ -27,8 +27,7 @@ from dynapipe_ext.schedules.evaluation.simulate import (
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.search import optimizer
-from dynapipe_ext.schedules.search.optimizer import SearchSettings, optimize, optimize_best
-from dynapipe_ext.schedules.search.problem import Start
+from dynapipe_ext.schedules.search.optimizer import SearchSettings, Start, optimize, optimize_best
 from tests.property.test_certificate import shortest_ns
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 0)]

@@ -14,7 +14,7 @@ from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.search.problem import NO_LIMIT, DispatchPolicy
+from dynapipe_ext.schedules.search.optimizer import NO_LIMIT, DispatchPolicy
 from tests.bench.noise import dispatch
 
 PLACEMENTS = [split_vocabulary(Topology(pp=pp), "head").placement for pp in (2, 3, 4)]

@@ -15,7 +15,7 @@ from dynapipe_ext.costs.model import find_bottleneck
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.padded import Cut, MicroBatchLimits, RangeCosts, price_cuts, sort_samples
-from dynapipe_ext.schedules.search.problem import make_records
+from dynapipe_ext.schedules.search.optimizer import make_records
 from dynapipe_ext.schedules.search.proposals import StepProblem
 from dynapipe_ext.settings.plan_rules import PlanRules
 
