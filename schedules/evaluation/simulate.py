@@ -73,11 +73,10 @@ def _list_kinds(
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
             stage, micro_batch = action.stage, action.micro_batch
-            if not (0 <= stage < num_stages and 0 <= micro_batch < num_micro_batches):
-                raise PlanError(
-                    f"action {action} names a stage outside 0..{num_stages - 1} or a micro-batch outside"
-                    f" 0..{num_micro_batches - 1}"
-                )
+            if not 0 <= stage < num_stages:
+                raise PlanError(f"action {action} names a stage outside 0..{num_stages - 1}")
+            if not 0 <= micro_batch < num_micro_batches:
+                raise PlanError(f"action {action} names a micro-batch outside 0..{num_micro_batches - 1}")
             if stage_ranks[stage] != rank:
                 raise PlanError(
                     f"action {action} is on rank {rank} but stage {stage} is placed on rank {stage_ranks[stage]}"

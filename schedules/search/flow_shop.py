@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from dynapipe_ext.batch.micro_batches import MicroBatch
-from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns
 from dynapipe_ext.schedules.search.optimizer import list_start_orders
@@ -40,31 +42,30 @@ def forward_schedule(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> Pipe
     return PipelineSchedule("forward-only", tuple(map(tuple, ranks)), tuple(stage_ranks), forward_only=True)
 
 
-def find_johnson_order(first: Sequence[int], last: Sequence[int]) -> list[int]:
+def find_johnson_order(first: IntArray, last: IntArray) -> list[int]:
     """Return the best order on two machines: what is shorter on the first ascends there, then the rest descends on the
     last.
 
-    >>> find_johnson_order([3, 5, 1, 6], [6, 2, 2, 6])
+    >>> find_johnson_order(np.array([3, 5, 1, 6]), np.array([6, 2, 2, 6]))
     [2, 0, 3, 1]
     """
-    rising = sorted((a, m) for m, (a, b) in enumerate(zip(first, last, strict=True)) if a < b)
-    falling = sorted((-b, m) for m, (a, b) in enumerate(zip(first, last, strict=True)) if a >= b)
-    return [m for _, m in rising + falling]
+    falls = first >= last
+    return [int(m) for m in np.lexsort((np.where(falls, -last, first), falls))]
 
 
 def find_forward_order(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> tuple[list[int], PipelineSchedule]:
-    """Find the order of the costs' columns whose forwards end first, of those that a search begins with and that of
-    Johnson (1954) for two machines, the two halves of the stages. Return it with its schedule."""
-    half = costs.num_stages // 2
-    first, last = costs.forward_ns[:half].sum(axis=0).tolist(), costs.forward_ns[half:].sum(axis=0).tolist()
-    orders = list_start_orders(range(costs.num_micro_batches), list(map(sum, zip(first, last, strict=True))))
+    """Return the order of the costs' columns whose forwards end first, with its schedule: of those that a search begins
+    with, and Johnson's (1954) for the two halves of the stages, with transfers as lags (Mitten 1959)."""
+    forward, transfer, half = costs.forward_ns, costs.transfer_ns, costs.num_stages // 2
+    orders = list_start_orders(range(costs.num_micro_batches), forward.sum(axis=0).tolist())
+    first = forward[:half].sum(axis=0) + transfer[:half].sum(axis=0)
+    last = forward[half:].sum(axis=0) + transfer[half - 1 :].sum(axis=0)
     passes = []
     for order in (*orders, find_johnson_order(first, last)):
         ordered = costs.take(order)
         schedule = forward_schedule(ordered, stage_ranks)
         passes.append((compute_makespan_ns(schedule, ordered), order, schedule))
-    _, order, schedule = min(passes, key=lambda one: one[0])
-    return order, schedule
+    return min(passes, key=lambda one: one[0])[1:]
 
 
 def order_forwards(

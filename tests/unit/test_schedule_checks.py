@@ -66,7 +66,7 @@ def costs_of(
         ("0: 0B0 0F0\n1: 1F0 1B0", "micro-batch 0 on stage 0 runs BF"),
         ("0: 0F0 0W0 0I0\n1: 1F0 1B0", "micro-batch 0 on stage 0 runs FWI"),
         ("0: 0F0 0I0\n1: 1F0 1B0", "micro-batch 0 on stage 0 runs FI but"),
-        ("0: 0F0 0B0\n1: 1F0 1B0 1F1 1B1", "action 1F1 names a stage .* or a micro-batch outside 0..0"),
+        ("0: 0F0 0B0\n1: 1F0 1B0 1F1 1B1", "action 1F1 names a micro-batch outside 0..0"),
     ],
 )
 def test_the_validator_names_an_action_that_is_missing_doubled_or_misplaced(lines: str, message: str) -> None:
@@ -87,7 +87,7 @@ GPIPE = gpipe(2, 1)
         (lambda: validate(replace(GPIPE, ranks=GPIPE.ranks[::-1]), 1), "1F0 is on rank 0 but stage 1 is placed on ran"),
         (
             lambda: validate(replace(GPIPE, ranks=GPIPE.ranks[1:], stage_ranks=(0,)), 1),
-            r"1F0 names a stage .*0\.\.0",
+            r"1F0 names a stage outside 0\.\.0",
         ),
         (lambda: validate(replace(GPIPE, stage_ranks=(0, 0)), 1), "must place at least one stage on each of the 2 ran"),
         (lambda: validate(parse_lines("0: 0F999999999 0B999999999"), 10**9), "micro-batch 0 on stage 0 runs nothing"),
