@@ -125,11 +125,12 @@ class Fields:
             raise DataError(f"{self._where} has no field {name!r}: it was cut or written by another version; run again")
         return self._data[name]
 
-    def one(self, name: str, kind: type[_T]) -> _T:
-        return self.check(name, self.raw(name), kind)
+    def one(self, name: str, kind: type[_T], default: _T | None = None) -> _T:
+        """Returns the field, or `default` (None: there must be one) where it is left out."""
+        return default if default is not None and not self.has(name) else self.check(name, self.raw(name), kind)
 
-    def many(self, name: str, kind: type[_T]) -> tuple[_T, ...]:
-        return tuple(self.check(f"{name}[{i}]", value, kind) for i, value in enumerate(self.one(name, list)))
+    def many(self, name: str, kind: type[_T], default: list[_T] | None = None) -> tuple[_T, ...]:
+        return tuple(self.check(f"{name}[{i}]", value, kind) for i, value in enumerate(self.one(name, list, default)))
 
     def sub(self, name: str) -> Fields:
         return Fields(self.raw(name), f"{self._where}: {name}")

@@ -517,7 +517,7 @@ class _PartFile:
                 f"{self._path} holds measurements of another model, device or precision: remove it, or write to another"
                 f" file than {self._out}"
             )
-        blocks = fields.one("blocks", dict) if fields.has("blocks") else {}
+        blocks = fields.one("blocks", dict, {})
         return Profile.from_json(fields.one("points", list), str(self._path), blocks)
 
     def write(self, profile: Profile) -> None:

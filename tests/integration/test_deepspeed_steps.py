@@ -184,6 +184,14 @@ def trained(engine: Engine, rank: int) -> list[Any]:
     return told
 
 
+MISSPELT: dict[str, dict[str, Any]] = {  # which settings leave to DeepSpeed
+    "field": {"zero_optimization": {"stage": 2, "offload_optimiser": {}}},
+    "parameter": {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-3}}},
+    "scheduler": {"scheduler": {"type": "WarmupLr", "params": {}}},
+    "parameter of the scheduler": {"scheduler": {"type": "WarmupLR", "params": {"warmup_maximum_lr": 1e-3}}},
+}
+
+
 def refused(parallel: ParallelContext, rank: int) -> dict[str, str]:
     """What plans and engines that do not fit are told, and what a loss that is not finite leaves behind."""
     said = {}
@@ -224,6 +232,9 @@ def refused(parallel: ParallelContext, rank: int) -> dict[str, str]:
     overlapping = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
     ds = make_engine(torch.nn.Linear(2, 2), ENGINES["zero1"].config | overlapping, parallel)
     note("overlap", lambda: DeepSpeedStage(ds, token_loss_sum))
+    for name, misspelt in MISSPELT.items():
+        config = ENGINES["zero2"].config | misspelt
+        note(name, lambda config=config: make_engine(torch.nn.Linear(2, 2), config, parallel))
     return said
 
 
@@ -308,6 +319,10 @@ def test_bfloat16_engines_come_as_close_as_bfloat16_does(ran, plain, name):
             r" \(samples 3\) is nan; no weight was changed",
         ),
         ("overlap", "overlap_comm with ZeRO 1"),
+        ("field", "DeepSpeed refuses its configuration, so correct the file: .*offload_optimiser"),
+        ("parameter", "DeepSpeed refuses its configuration, so correct the file: .*'learning_rate'"),
+        ("scheduler", "DeepSpeed refuses its configuration, so correct the file: .*WarmupLr"),
+        ("parameter of the scheduler", "DeepSpeed refuses its configuration, .*'warmup_maximum_lr'"),
     ],
 )
 def test_what_would_be_wrong_or_hang_is_refused_on_every_rank(ran, name, says):

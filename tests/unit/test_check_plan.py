@@ -196,6 +196,10 @@ MUTATIONS: dict[str, tuple[Callable[[Raw], None], str]] = {
         lambda raw: _first(raw)["micro_batches"][0].__setitem__("rows", 5),
         "cannot be for",
     ),
+    "a row of less than nothing": (
+        lambda raw: _first(raw)["micro_batches"][0].__setitem__("encoder_len", -1),
+        "x (-1 + 0)",
+    ),
     "unknown recomputation": (
         lambda raw: _first(raw)["micro_batches"][0].__setitem__("recompute", "some"),
         "recompute 'some' cannot be",
@@ -347,6 +351,12 @@ def test_the_verdict_is_a_plain_table_in_a_pipe(sound: tuple[Path, Raw], capsys:
         (lambda raw: raw.__setitem__("format", "dynapipe-plan/9"), "'dynapipe-plan/1' is needed"),
         (lambda raw: raw["topology"].__setitem__("dp", 3), "needs each of 0..dp-1 once"),
         (lambda raw: raw["topology"].__setitem__("pp", 0), "pp is 0"),
+        (lambda raw: raw["topology"].__setitem__("tp", 0), "tp is 0 but must be at least 1"),
+        (lambda raw: raw["topology"].__setitem__("tp", "1" * 5000), "tp is '" + "1" * 36 + "..., expected int"),
+        (lambda raw: raw.__setitem__("replicas", []), "the replicas have dp_rank [] but dp 2 needs each of 0..dp-1"),
+        (lambda raw: raw.__setitem__("replicas", {}), "replicas is {}, expected list"),
+        (lambda raw: _first(raw)["micro_batches"][0].__setitem__("samples", ["a"]), "samples[0] is 'a', expected int"),
+        (lambda raw: _first(raw)["schedule"].__setitem__("placement", "V"), "placement is 'V', expected list"),
         (
             lambda raw: raw["topology"].__setitem__("pp", 3),
             "topology pp is 3 but replica 0 has lists of 2 pipeline ranks",

@@ -53,9 +53,10 @@ def test_every_schedule_comes_back_with_its_placement(schedule: PipelineSchedule
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_torch_loads_and_validates_the_published_schedules(name: str, tmp_path: Path) -> None:
     """Torch's loader reads the rows, its validator counts the actions and finds the placement, and it can place every
-    send and receive so that its own simulation of the ranks ends."""
-    schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
+    send and receive so that its own simulation of the ranks ends. We read them back as they were."""
     ours = published(name, 4, 8)
+    assert from_csv(to_csv(ours), name) == ours
+    schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
     file = tmp_path / "schedule.csv"
     file.write_text(to_csv(ours))
     runtime = schedules.PipelineScheduleMulti.__new__(schedules.PipelineScheduleMulti)

@@ -156,6 +156,7 @@ def test_what_an_engine_leaves_on_the_host_is_read_of_its_stage(
         ('{"bf16": {"enabled": "yes"}}', "bf16.enabled is 'yes' but must be true, false"),
         ('{"gradient_clipping": "high"}', "gradient_clipping is 'high' but must be a number"),
         ('{"scheduler": {"params": null}}', "scheduler.params is None but must be an object"),
+        ('{"optimizer": {"type": "AdamW", "parameters": {}}}', "optimizer.parameters is unknown to DeepSpeed: write"),
         ('{"optimizer": {"params": {"lr": "fast"}}}', "params.lr is 'fast' but must be a number"),
         ('{"optimizer": {"params": {"betas": 0.9}}}', "betas is 0.9 but must be two numbers"),
     ],

@@ -11,12 +11,15 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, ReplicaPlan, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.errors import PlanError
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.notation import draw, parse_lines, plan_json
+from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.published.full_backward import one_f_one_b
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.timeline import Span, Trace
+from dynapipe_ext.tools.check.check_plan import check
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.show.plan import list_orders
 
@@ -77,6 +80,23 @@ def test_a_plan_in_json_reads_back_as_what_was_written_in_the_order_of_dp_ranks(
     assert plan.topology == Topology(tp=2, pp=2, dp=2)
     assert list_orders(plan) == [(one_f_one_b(2, 2), {})] * 2
     assert [replica.micro_batches[0].samples for replica in plan.replicas] == [(0, 1), (4, 5)]
+
+
+def test_what_is_no_object_at_all_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("[]")
+    with pytest.raises(DataError, match="has format None but .dynapipe-plan/1. is needed"):
+        read_plan_file(tmp_path / "plan.json")
+
+
+def test_pairs_are_written_with_their_documents_and_shown_but_not_checked(tmp_path: Path) -> None:
+    planner = Planner(Topology(pp=2), TokenCosts(2), 10**9)
+    made = planner.plan([SampleLength(i, 9 + i, target=4, first=4) for i in range(2)])
+    data = plan_json(made, planner.topology)
+    assert data["replicas"][0]["micro_batches"][0]["documents"] == [4, 5, 4, 6]
+    plan = read(data, tmp_path)
+    assert list_orders(plan) == [(made.schedules[0], {})]
+    with pytest.raises(ConfigError, match="holds pairs of documents, which this check cannot price: look at it"):
+        check(plan, planner.costs, memory_limit_bytes=10**9)
 
 
 def test_half_layers_are_written_as_halves_and_read_back(tmp_path: Path) -> None:

@@ -219,6 +219,15 @@ def test_files_of_lines_and_csv_are_read_and_faults_name_file_and_place(tmp_path
     file.write_text("0:\n")
     with pytest.raises(PlanError, match="no rank has an action"):
         read_schedule(file)
+    cells = tmp_path / "mine.csv"
+    for text, says in (
+        ("0F0,0B0,0F0\n", "micro-batch 0 on stage 0 runs FBF"),
+        ("", "no rank has an action"),
+        (",,\n", "no rank has an action"),
+    ):
+        cells.write_text(text)
+        with pytest.raises(PlanError, match=rf"mine\.csv: {says}"):
+            read_schedule(cells)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="not UTF-8"):
         read_schedule(file)

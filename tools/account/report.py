@@ -225,7 +225,7 @@ class RunFacts:
                 dp=topology.one("dp", int),
                 layers_per_stage=fields.many("layers_per_stage", float),
                 placement=fields.many("placement", int),
-                vocabulary=cast(Vocabulary, fields.one("vocabulary", str)) if fields.has("vocabulary") else "whole",
+                vocabulary=cast(Vocabulary, fields.one("vocabulary", str, "whole")),
             ),
             device=fields.one("device", str),
             num_cores=fields.one("num_cores", int),
@@ -324,11 +324,11 @@ def _result(fields: Fields) -> RunResult:
         ),
         preferences=tuple(
             ((of_step := Fields(figures, f"preferences[{i}]")).one("step", int), preferences_from(of_step))
-            for i, figures in enumerate(fields.one("preferences", list) if fields.has("preferences") else ())
+            for i, figures in enumerate(fields.one("preferences", list, []))
         ),
         refused=tuple(
             ((of_step := Fields(one, f"refused[{i}]")).one("step", int), of_step.one("reason", str))
-            for i, one in enumerate(fields.one("refused", list) if fields.has("refused") else ())
+            for i, one in enumerate(fields.one("refused", list, []))
         ),
         predicted_peak_bytes=None if peaks.raw("predicted") is None else peaks.many("predicted", int),
         measured_peak_bytes=None if peaks.raw("measured") is None else peaks.many("measured", int),
@@ -357,7 +357,7 @@ def evaluation_from(fields: Fields) -> EvalDone:
         real_tokens=fields.one("real_tokens", int),
         num_samples=fields.one("num_samples", int),
         seconds=fields.one("seconds", float),
-        validated_on=fields.one("validated_on", str) if fields.has("validated_on") else "",
+        validated_on=fields.one("validated_on", str, ""),
     )
 
 

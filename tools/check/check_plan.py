@@ -87,7 +87,7 @@ def check(
 
     `lengths` are those of the samples that the plan must hold, each once (or may hold, unless `whole_batch`); without
     them neither rows nor the batch bound can be checked, and packed rows cannot be priced. Errors: ConfigError for
-    packed rows without lengths, and for costs of another number of stages.
+    packed rows without lengths, for pairs, and for costs of another number of stages.
     """
     stage_ranks = plan.topology.stage_ranks
     if costs.num_stages != len(stage_ranks):
@@ -95,7 +95,10 @@ def check(
             f"the cost model has {costs.num_stages} stages but the plan has {len(stage_ranks)}: name the one it was"
             " made with"
         )
-    if lengths is None and any(m.layout == "packed" for replica in plan.replicas for m in replica.micro_batches):
+    micro_batches = [m for replica in plan.replicas for m in replica.micro_batches]
+    if any(m.documents for m in micro_batches):
+        raise ConfigError("the plan holds pairs of documents, which this check cannot price: look at it by plan --show")
+    if lengths is None and any(m.layout == "packed" for m in micro_batches):
         raise ConfigError(
             "the plan packs, and packed rows cannot be priced without their documents' lengths: give them"
         )

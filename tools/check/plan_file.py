@@ -17,23 +17,17 @@ FORMAT = "dynapipe-plan/1"
 BOUNDS = ("stage", "chain", "heads_tails", "byte_time")  # of a replica, in the order in which they are shown
 
 _FIELDS = (
-    "format",
-    "topology",
-    "replicas",
-    "forward_only",
-    "batch_bound_s",
-    "free_batch_bound_s",
-    "reproducible",
+    "format", "topology", "replicas", "forward_only", "batch_bound_s", "free_batch_bound_s", "reproducible",
     "time_limit_s",
-)
+)  # fmt: skip
 _MOST_POSITIONS = 1 << 31  # of a row; and rows
 _MOST_SECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeFile:
-    """A micro-batch as the file has it; `piece`: the positions (start, end) of its first
-    sample, where that is a piece of a longer one."""
+    """A micro-batch as the file has it. `piece`: the positions (start, end) of its first sample if that is a piece of a
+    longer one; `documents`: the lengths of both documents of each pair, if samples are pairs."""
 
     samples: tuple[int, ...]
     layout: str
@@ -42,6 +36,7 @@ class ShapeFile:
     decoder_len: int
     recompute: str
     piece: tuple[int, int] | None = None
+    documents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +83,7 @@ def read_plan_file(path: str | Path) -> PlanFile:
     replicas = [(raw, f"{path}: replicas[{i}]") for i, raw in enumerate(root.many("replicas", dict))]
     numbers = [Fields(*replica).one("dp_rank", int) for replica in replicas]
     tp, pp, dp = (shape.one(name, int) for name in ("tp", "pp", "dp"))
-    width = shape.one("width", int) if "width" in data["topology"] else 1
+    width = shape.one("width", int, 1)
     if width != 1 and width not in list_cp_degrees(dp):
         fitting = short(list_cp_degrees(dp))
         raise ConfigError(f"{path}: width {width} does not divide dp {dp} in powers of two: give one of {fitting}")
@@ -108,15 +103,15 @@ def read_plan_file(path: str | Path) -> PlanFile:
     placements = sorted({replica.placement for replica in read})
     if len(placements) > 1:
         raise ConfigError(f"{path}: the replicas place stages differently, {short(placements)}: plan them as one step")
-    layers = shape.many("layers_per_stage", float) if "layers_per_stage" in data["topology"] else ()
+    layers = shape.many("layers_per_stage", float, [])
     placement = () if placements[0] == tuple(range(pp)) else placements[0]
-    vocabulary = shape.one("vocabulary", str) if "vocabulary" in data["topology"] else "whole"
+    vocabulary = shape.one("vocabulary", str, "whole")
     return PlanFile(
         topology=Topology(tp, pp, dp, layers, placement, width, cast(Vocabulary, vocabulary)),
         replicas=tuple(read),
         batch_bound_s=_seconds(root, "batch_bound_s") if "batch_bound_s" in data else None,
         free_batch_bound_s=_seconds(root, "free_batch_bound_s") if "free_batch_bound_s" in data else None,
-        forward_only=root.one("forward_only", bool) if "forward_only" in data else False,
+        forward_only=root.one("forward_only", bool, False),
     )
 
 
@@ -153,7 +148,7 @@ def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
     micro_batches = []
     for i, shape in enumerate(replica.many("micro_batches", dict)):
         one = Fields(shape, f"{where}: micro_batches[{i}]")
-        one.only(("samples", "layout", "rows", "encoder_len", "decoder_len", "recompute", "carried"))
+        one.only(("samples", "layout", "rows", "encoder_len", "decoder_len", "recompute", "carried", "documents"))
         rows, encoder_len, decoder_len = (_count(one, name) for name in ("rows", "encoder_len", "decoder_len"))
         micro_batches.append(
             ShapeFile(
@@ -164,22 +159,19 @@ def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
                 decoder_len=decoder_len,
                 recompute=one.one("recompute", str),
                 piece=_read_piece(one) if "carried" in shape else None,
+                documents=one.many("documents", int, []),
             )
         )
-    claimed: dict[str, float] = {}
-    if "bounds" in raw["predicted"]:
-        bounds = predicted.sub("bounds")
-        bounds.only(f"{name}_s" for name in BOUNDS)
-        names = [name for name in BOUNDS if f"{name}_s" in raw["predicted"]["bounds"]]
-        claimed = {name: _seconds(bounds, f"{name}_s") for name in names}
+    bounds = Fields(predicted.one("bounds", dict, {}), f"{where}: predicted: bounds")
+    bounds.only(f"{name}_s" for name in BOUNDS)
     return ReplicaFile(
         micro_batches=tuple(micro_batches),
         ranks=tuple(tuple(rank) for rank in ranks),
-        placement=schedule.many("placement", int) if "placement" in raw["schedule"] else tuple(range(len(ranks))),
-        name=schedule.one("name", str) if schedule.has("name") else "",
+        placement=schedule.many("placement", int, [*range(len(ranks))]),
+        name=schedule.one("name", str, ""),
         makespan_s=_seconds(predicted, "makespan_s"),
         lower_bound_s=_seconds(predicted, "lower_bound_s"),
         peak_bytes=predicted.many("peak_bytes", int),
-        in_flight_bytes=predicted.many("in_flight_bytes", int) if "in_flight_bytes" in raw["predicted"] else (),
-        bounds_s=claimed,
+        in_flight_bytes=predicted.many("in_flight_bytes", int, []),
+        bounds_s={name: _seconds(bounds, f"{name}_s") for name in BOUNDS if bounds.has(f"{name}_s")},
     )
