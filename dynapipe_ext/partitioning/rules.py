@@ -202,12 +202,12 @@ def list_row_lengths(longest: int, tokens: int, *, num_rows: int, pad_multiple: 
 def with_short_ends(replicas: Replicas, evaluate: MicroBatchEvaluate) -> Replicas:
     """Order each replica's micro-batches so that the cheapest come first and last: a pipeline then fills and drains in
     the least time, as verl orders them."""
-    sort_samples: Replicas = []
+    ordered: Replicas = []
     for micro_batches in replicas:
         time_ns = evaluate(micro_batches)[0].tolist() if micro_batches else []
         falling = sorted(range(len(micro_batches)), key=lambda m: (-time_ns[m], m))
-        sort_samples.append([micro_batches[m] for m in (*falling[::2][::-1], *falling[1::2])])
-    return sort_samples
+        ordered.append([micro_batches[m] for m in (*falling[::2][::-1], *falling[1::2])])
+    return ordered
 
 
 def split_as_dynapipe(

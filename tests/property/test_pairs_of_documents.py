@@ -82,5 +82,7 @@ def test_a_plan_that_parts_a_pair_or_gives_it_other_documents_is_refused():
     planner = Planner(Topology(), TokenCosts(1), 10**9, format=ActivationFormat(16))
     for planned in ({"first": 4}, {}):
         batch = planner.plan([SampleLength(0, 9, target=4, **planned)]).batch
-        with pytest.raises(PlanError, match="is planned as"):
+        with pytest.raises(
+            PlanError, match=rf"sample 0 is planned as .*first={planned.get('first', 0)}\b.* is .*first=3\b"
+        ):
             check_cover(batch, [SampleLength(0, 9, target=4, first=3)])

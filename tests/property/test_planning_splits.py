@@ -23,7 +23,13 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.balance import assign_replicas
 from dynapipe_ext.partitioning.packing import RowPackingPolicy, RowPackings, fill_lightest, make_evaluate
-from dynapipe_ext.partitioning.padded import MicroBatchLimits, find_best_partition, price_cuts, sort_samples
+from dynapipe_ext.partitioning.padded import (
+    MicroBatchLimits,
+    SortOrder,
+    find_best_partition,
+    price_cuts,
+    sort_samples,
+)
 from dynapipe_ext.partitioning.rules import cut_fixed_rows, pack_documents, pad_to_batch_max, split_as_dynapipe
 
 COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=3000, bytes_per_token=10)
@@ -68,10 +74,12 @@ def split_padded(
     dp: int,
     caps: MicroBatchLimits = NO_CAPS,
     in_flight: int = 1,
+    order: SortOrder = "sorted",
+    thinning_ns: int = 1,
 ) -> list[MicroBatch]:
-    """The exact optimum over the ranges of the sorted samples."""
+    """The exact optimum over the ranges of the samples in this order."""
     priced = price_cuts(
-        sort_samples(samples, "sorted"),
+        sort_samples(samples, order),
         costs,
         ("none",),
         caps,
@@ -79,7 +87,7 @@ def split_padded(
         min_in_flight=in_flight,
         is_exact=True,
     )
-    cuts = priced.make_first_cuts(pp=pp, dp=dp, min_in_flight=in_flight, thinning_ns=1)
+    cuts = priced.make_first_cuts(pp=pp, dp=dp, min_in_flight=in_flight, thinning_ns=thinning_ns)
     return [priced.make_micro_batch(cut) for cut in cuts]
 
 
@@ -146,38 +154,52 @@ def time_ns(costs: TokenCosts, members: Sequence[SampleLength], caps: MicroBatch
 
 
 @STEADY
-@given(batches(most=9), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), CAPS)
+@given(
+    batches(most=9),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    CAPS,
+    st.sampled_from(["sorted", "classes"]),
+)
 def test_padded_split_equals_brute_force_over_contiguous_partitions(
-    samples: list[SampleLength], dp: int, pp: int, in_flight: int, caps: MicroBatchLimits
+    samples: list[SampleLength], dp: int, pp: int, in_flight: int, caps: MicroBatchLimits, name: SortOrder
 ) -> None:
+    """With bounds on the longest micro-batch as far apart as they are by default, it is as near as they let it be."""
     dp = min(dp, len(samples))
-    order = sort_samples(samples, "sorted")
+    order, weight = sort_samples(samples, name), dp * (pp - 1)
     ranges = itertools.combinations(range(len(order) + 1), 2)
     times = {one: time_ns(SHORT, order[slice(*one)], caps, in_flight) for one in ranges}
 
     def value(split: Ranges) -> int | None:
         each = [time for one in split if (time := times[one]) is not None]
-        return sum(each) + dp * (pp - 1) * max(each) if len(each) == len(split) else None
+        return sum(each) + weight * max(each) if len(each) == len(split) else None
 
     tried = [(found, len(split)) for split in partitions(len(order)) if (found := value(split)) is not None]
     if not tried:
         with pytest.raises(PlanError, match="sample"):
-            split_padded(samples, SHORT, pp=pp, dp=dp, caps=caps, in_flight=in_flight)
+            split_padded(samples, SHORT, pp=pp, dp=dp, caps=caps, in_flight=in_flight, order=name)
         return
-    micro_batches = split_padded(samples, SHORT, pp=pp, dp=dp, caps=caps, in_flight=in_flight)
-    assert [s for m in micro_batches for s in m.samples] == order
-    ends = list(itertools.accumulate(m.rows for m in micro_batches))
-    got, (best, count) = value(list(itertools.pairwise([0, *ends]))), min(tried)
-    assert got is not None
-    assert got >= best
-    assert len(ends) >= dp
-    if count >= dp:  # else the optimum would leave a replica empty
-        assert got == best
+    longest_ns = max(times[i, i + 1] or 0 for i in range(len(order)))
+    for thinning_ns, off in ((1, 0), (0, weight * max(0, longest_ns // 16 - 1))):
+        micro_batches = split_padded(
+            samples, SHORT, pp=pp, dp=dp, caps=caps, in_flight=in_flight, order=name, thinning_ns=thinning_ns
+        )
+        assert [s for m in micro_batches for s in m.samples] == order
+        ends = list(itertools.accumulate(m.rows for m in micro_batches))
+        got, (best, count) = value(list(itertools.pairwise([0, *ends]))), min(tried)
+        assert got is not None
+        assert got >= best
+        assert len(ends) >= dp
+        if count >= dp:  # else the optimum would leave a replica empty
+            assert got <= best + off
 
 
 @settings(STEADY, max_examples=300)
-@given(st.integers(1, 9), st.integers(0, 12), st.randoms(use_true_random=False))
-def test_best_partition_equals_brute_force_on_any_costs(count: int, weight: int, rng: object) -> None:
+@given(st.integers(1, 9), st.integers(0, 12), st.sampled_from([1, 1, 30, 500]), st.randoms(use_true_random=False))
+def test_best_partition_equals_brute_force_on_any_costs_up_to_its_thinning(
+    count: int, weight: int, thinning_ns: int, rng: object
+) -> None:
     """Costs need not grow with the run, and some runs may be impossible."""
     costs: IntArray = np.full((count, count), INFEASIBLE, np.int64)
     for end in range(count):
@@ -189,9 +211,9 @@ def test_best_partition_equals_brute_force_on_any_costs(count: int, weight: int,
         each = [int(costs[b - 1, b - a - 1]) for a, b in runs]
         if max(each) < INFEASIBLE:
             values.append(sum(each) + weight * max(each))
-    ends = find_best_partition(costs, weight, 1)
+    ends = find_best_partition(costs, weight, thinning_ns)
     each = [int(costs[b - 1, b - a - 1]) for a, b in itertools.pairwise([0, *ends])]
-    assert sum(each) + weight * max(each) == min(values)
+    assert 0 <= sum(each) + weight * max(each) - min(values) <= weight * (thinning_ns - 1)
 
 
 @STEADY

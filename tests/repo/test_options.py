@@ -179,6 +179,6 @@ def test_no_option_takes_an_empty_value(command: str, capsys: pytest.CaptureFixt
     """What a shell's variable that is not set leaves; each would else mean that the option was not given."""
     for _, action in (option for option in OPTIONS if option[0] == command and option[1].nargs != 0):
         flag, values = action.option_strings[0], 2 if action.nargs == 2 else 1
-        with pytest.raises(SystemExit, match="2"):
+        with pytest.raises(SystemExit, match=r"^2$"):
             PARSERS[command].parse_args([flag, *[""] * values])
         assert re.search(rf"argument {flag}(/--cp)?: (is empty|'' )", capsys.readouterr().err.splitlines()[-1]), flag

@@ -73,6 +73,17 @@ def test_items_that_cost_nothing_still_leave_no_replica_empty() -> None:
     assert assign_replicas([9, 1, 1, 1], 2) == [[0], [1, 2, 3]]
 
 
+def test_the_floor_knows_what_the_mean_does_not() -> None:
+    assert equal_counts_floor([20, 1, 1, 1, 1, 2], 2) == 22
+
+
+def test_six_items_a_replica_change_places_until_loads_are_even_within_half_a_percent() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        costs = rng.integers(50, 1000, 24).tolist()
+        assert max(loads(costs, assign_replicas(costs, 4))) * 4 <= 1.005 * sum(costs)
+
+
 def test_karmarkar_karp_of_equal_counts_has_equal_counts_and_beats_dealing() -> None:
     rng = np.random.default_rng(0)
     costs = np.exp(rng.normal(5, 1, 96)).astype(np.int64).tolist()

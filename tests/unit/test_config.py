@@ -467,7 +467,7 @@ def test_a_model_named_by_a_flag_takes_the_place_of_the_files_sizes(tmp_path: Pa
         ('position = "relative"', "position is 'relative' and num_decoder_layers is 0: relative positions are those"),
         (
             'num_decoder_layers = 4\n[plan]\nsplit_policy = "fixed-rows"',
-            "split_policy 'fixed-rows' packs rows that attend as a whole",
+            "split_policy 'fixed-rows' packs rows that attend as a whole, which would mix the inputs",
         ),
         (
             'architecture = "mixtral-8x7b"',

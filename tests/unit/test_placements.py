@@ -121,6 +121,18 @@ def test_half_layers_make_stages_more_even_where_they_may(trials: tuple[Placemen
     assert half.makespan_s < 0.99 * whole.makespan_s
 
 
+def test_layers_that_only_looked_best_with_little_effort_leave_the_place_to_even_ones() -> None:
+    tried, even = search(), BASE.with_layers(NUM_LAYERS)
+
+    def step_of(planner: Planner, samples: Sequence[SampleLength]) -> StepPlan:
+        if planner.effort == EFFORT and planner.topology != even:
+            raise PlanError("this one only looked best")
+        return planner.plan(samples)
+
+    (best,), (unspoilt,) = replace(tried, step_of=step_of).trials(("linear",)), tried.trials(("linear",))
+    assert best.topology == even != unspoilt.topology
+
+
 def test_few_micro_batches_get_four_stages_a_rank_where_that_is_faster_and_many_do_not_try() -> None:
     light_head = replace(SHAPE, vocab_size=512)
     few = replace(search(architecture=light_head), batches=[sample_lengths([900] * 3)])

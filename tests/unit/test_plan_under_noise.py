@@ -74,6 +74,17 @@ def test_a_plan_for_noise_is_proven_and_made_again_by_its_description() -> None:
     assert asked.plan(LENGTHS).schedules != replace(asked, noise=0.0).plan(LENGTHS).schedules
 
 
+def test_pairs_of_draws_are_as_far_above_as_below_the_predicted_times() -> None:
+    """So that they cancel out on one rank, which never waits; among several the mean step is later, as it is convex."""
+    for split in (False, True):
+        for asked, waits in ((planner(split_backward=split), True), (Planner(Topology(), TokenCosts(1), 1e9), False)):
+            plan = asked.plan(LENGTHS)
+            for schedule, costs in zip(plan.schedules, plan.costs, strict=True):
+                mean, predicted = (compute_mean_makespan_ns(schedule, costs, noise) for noise in (NOISE, 0.0))
+                assert predicted == compute_makespan_ns(schedule, costs)
+                assert 1.01 < mean / predicted < 1 + NOISE if waits else mean == predicted
+
+
 def test_rounds_replace_an_order_only_where_they_are_better_in_the_mean() -> None:
     """Orders are those of searches that knew no noise, so that rounds are better in one way and worse in the other."""
     differ = 0

@@ -24,6 +24,7 @@ from dynapipe_ext.partitioning.rules import (
     cut_fixed_rows,
     pack_documents,
     pad_to_batch_max,
+    split_as_dynapipe,
 )
 from dynapipe_ext.schedules import planner as planner_module
 from dynapipe_ext.schedules.planner import Planner
@@ -142,6 +143,7 @@ def test_a_short_batch_keeps_the_cap_on_tokens() -> None:
             ),
             "3 samples do not spread over 4 or 2 rows of 1 positions",
         ),
+        (lambda s: split_as_dynapipe(s, COSTS, ("none",), pp=2, dp=4, equal_counts=True), "3 micro-.* 4 replicas"),
     ],
 )
 def test_equal_counts_that_cannot_be_are_refused_with_the_numbers(call: Any, message: str) -> None:
@@ -207,13 +209,17 @@ def config(**tables: Any) -> TrainConfig:
     return TrainConfig().with_values(**tables)
 
 
-def test_every_way_that_compare_runs_plans_a_short_last_batch() -> None:
+@pytest.mark.parametrize("equal", [False, True])
+def test_every_way_that_compare_runs_plans_a_short_last_batch(equal: bool) -> None:
     """Three samples on two replicas divide only if rows are merged or spread; one sample leaves a replica empty."""
     settings = config(topology={"pp": 2, "dp": 2}, plan={"memory_limit_gb": 10.0})
     for variant in variants(settings, compare=True):
         planner = make_planner(variant.config, replace(COSTS, num_stages=topology_of(variant.config).num_stages))
-        for lengths in ([100, 90, 80], [100]):
-            check_cover(planner.plan(lengths).batch, sample_lengths(lengths))
+        planner = replace(planner, replica_counts="equal" if equal else "free")
+        for lengths in ([100, 90, 80], *([] if equal else [[100]])):
+            plan = planner.plan(lengths)
+            check_cover(plan.batch, sample_lengths(lengths))
+            assert not equal or len(set(counts(plan))) == 1
 
 
 def test_compare_runs_every_rival_that_the_layers_allow_each_on_its_own_placement() -> None:

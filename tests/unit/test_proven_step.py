@@ -16,7 +16,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.proven_step import prove, prove_step
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.step_plan import StepPlan, certify
+from dynapipe_ext.schedules.step_plan import StepPlan, certify, predict
 
 FORMAT = ActivationFormat(8)
 SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((9, 3, 11, 4, 5, 9, 2, 7, 12, 6, 8, 10))]
@@ -144,6 +144,10 @@ def test_one_replica_s_new_costs_change_its_instructions_and_where_replicas_meet
         assert prove(slower, FORMAT, meet, like=before) == anew
         pairs = zip(instructions(before.plans), instructions(anew.plans), strict=True)
         assert [one != other for one, other in pairs] == is_changed
+    micro_batches = [replica.micro_batches for replica in two.batch.replicas]
+    slow, same = predict(micro_batches, slower.schedules, slower.costs, cores=None, memory_limit_bytes=10**6)
+    assert slow.makespan_ns > two.predictions[0].makespan_ns
+    assert same == replace(two.predictions[1], lower_bound_ns=0)
 
 
 def test_micro_batches_that_cannot_be_made_to_fit_are_cut_anew() -> None:

@@ -84,7 +84,7 @@ def test_a_plan_in_json_reads_back_as_what_was_written_in_the_order_of_dp_ranks(
 
 def test_what_is_no_object_at_all_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("[]")
-    with pytest.raises(DataError, match="has format None but .dynapipe-plan/1. is needed"):
+    with pytest.raises(DataError, match=r"has format None but .dynapipe-plan/1. is needed"):
         read_plan_file(tmp_path / "plan.json")
 
 

@@ -154,12 +154,14 @@ def test_the_analytic_model_takes_every_recipe_for_16_bit_weights() -> None:
             (parts.weights, parts.gradients, parts.optimizer), BYTES_PER_PARAMETER[recipe], strict=True
         ):
             assert part.tolist() == (width * count).tolist()
-    sharded = AnalyticCosts(SMALL, Topology(dp=4), state_recipe="mixed", zero_stage=2)
     one = [MicroBatch((SampleLength(0, 16),))]
     five, four = (count_parameters(a, Topology()).total[0] for a in (replace(SMALL, num_layers=5), SMALL))
     layer = five - four
-    whole = replace(sharded, zero_stage=0).evaluate(one).working_bytes
-    assert int((sharded.evaluate(one).working_bytes - whole)[0, 0]) == 2 * layer  # its 16-bit gradients
+    # Its 16-bit gradients; as DeepSpeed estimates for stage 3, those and its 16-bit weights.
+    for recipe, zero_stage, width in (("mixed", 2, 2), ("deepspeed", 3, 4)):
+        sharded = AnalyticCosts(SMALL, Topology(dp=4), state_recipe=recipe, zero_stage=zero_stage)
+        whole = replace(sharded, zero_stage=0).evaluate(one).working_bytes
+        assert int((sharded.evaluate(one).working_bytes - whole)[0, 0]) == width * layer
 
 
 def test_four_byte_weights_are_fp32_whatever_the_recipe_and_fp32_is_no_recipe_of_16_bit_ones() -> None:

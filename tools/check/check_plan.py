@@ -89,19 +89,14 @@ def check(
     them neither rows nor the batch bound can be checked, and packed rows cannot be priced. Errors: ConfigError for
     packed rows without lengths, for pairs, and for costs of another number of stages.
     """
-    stage_ranks = plan.topology.stage_ranks
-    if costs.num_stages != len(stage_ranks):
-        raise ConfigError(
-            f"the cost model has {costs.num_stages} stages but the plan has {len(stage_ranks)}: name the one it was"
-            " made with"
-        )
+    num_stages = plan.topology.num_stages
+    if costs.num_stages != num_stages:
+        raise ConfigError(f"costs have {costs.num_stages} stages but the plan has {num_stages}: give those of its run")
     micro_batches = [m for replica in plan.replicas for m in replica.micro_batches]
     if any(m.documents for m in micro_batches):
         raise ConfigError("the plan holds pairs of documents, which this check cannot price: look at it by plan --show")
     if lengths is None and any(m.layout == "packed" for m in micro_batches):
-        raise ConfigError(
-            "the plan packs, and packed rows cannot be priced without their documents' lengths: give them"
-        )
+        raise ConfigError("packed rows of a plan cannot be priced without their documents' lengths: give them")
     if plan.forward_only:
         costs = adjust(costs, forward_only=True)
     replicas = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -19,7 +20,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.flops import Positions, forward_flops
 from dynapipe_ext.models.huggingface import write_config
 from dynapipe_ext.models.named_models import PRESETS, preset, read_model
-from dynapipe_ext.models.tensors import num_parameters
+from dynapipe_ext.models.tensors import num_parameters, tensor_groups
 from dynapipe_ext.models.written_arguments import write_arguments
 from dynapipe_ext.tools.estimate.modules import MODULES, modules_of, positions_of
 
@@ -81,6 +82,32 @@ def test_presets_have_the_published_number_of_parameters(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_one_stage_has_every_parameter_once(name):
     assert count_parameters(preset(name), Topology()).total.tolist() == [num_parameters(preset(name))]
+
+
+DIVIDED = {  # over tensor parallel ranks; each has a copy of the rest
+    "embedding", "head", "attention_in", "attention_in_bias", "attention_out", "mlp_in", "mlp_in_bias", "mlp_out",
+    "shared_in", "shared_out", "sinks", "experts_in", "experts_in_bias", "experts_out",
+    "q_proj", "q_down", "q_up", "kv_down", "kv_up",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, raw in PRESETS.items() if raw["model_type"] not in ("t5", "mt5")])
+def test_stages_hold_every_tensor_once_but_for_the_copies_of_tensor_parallel_ranks_and_of_a_tied_head(name):
+    a, tensors = preset(name), Counter()
+    for group in tensor_groups(a):
+        tensors[group.kind, group.is_of_experts] += 0 if group.is_buffer else group.size
+    divided = DIVIDED | ({"q_norm", "k_norm"} if a.qk_norm_whole else set())
+    for topology in (Topology(pp=3), Topology(pp=2, dp=2), Topology(tp=4, pp=2)):
+        if a.num_heads % topology.tp or a.num_query_groups % topology.tp:
+            continue
+        padded, held = a.padded(topology.tp), Counter()
+        for (kind, is_of_experts), size in tensors.items():
+            held[is_of_experts] += size // (topology.tp if kind in divided else 1)
+        rows = 2 * padded.vocab_size - a.vocab_size * (1 if a.tied_embeddings else 2)  # beyond those that are published
+        for ep in (1, 2) if a.num_experts and topology.dp > 1 else (1,):
+            counted = count_parameters(padded, topology, ep)
+            assert counted.common.sum() == held[False] + rows * a.hidden_size // topology.tp
+            assert counted.experts.sum() == held[True] // ep
 
 
 def test_stages_of_t5_share_nothing_but_the_embedding():

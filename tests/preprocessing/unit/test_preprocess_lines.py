@@ -37,7 +37,7 @@ def test_an_interval_of_the_log_is_at_least_1_and_removed_flags_say_what_takes_t
     line = ("--input", corpus, "--tokenizer", "bytes", "--json-keys", "content", "--output-prefix", tmp_path / "none")
     assert command(*line, "--log-interval", 0) == 2
     assert "--log-interval is 0 but must be at least 1" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         command(*line, "--partitions", 2)
     assert "--partitions was removed: leave it out" in capsys.readouterr().err
 
