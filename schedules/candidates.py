@@ -118,8 +118,8 @@ def list_candidates(
 
 def _expect_whole(problem: StepProblem, samples: Sequence[SampleLength]) -> tuple[float, float]:
     """Return the expected time of a step of whole samples, and the work of the busiest replica, which is a lower bound.
-    The expected time is that with the best number of rows: the work, an overhead for each row, and the time in which
-    the ranks fill and drain with the longest sample, or with a mean row."""
+    The expected time has the work, an overhead for each row, and the time in which the ranks fill and drain with the
+    longest sample, or with a mean row. It is the least over the number of rows."""
     topology, rules = problem.topology, problem.rules
 
     def price_alone(sample: SampleLength) -> int:

@@ -62,7 +62,7 @@ class PlacementSearch:
     halves: bool = False
     vocabularies: Sequence[Vocabulary] = ("whole",)
 
-    def trials(self, names: Sequence[PlacementName]) -> tuple[PlacementTrial, ...]:
+    def list_trials(self, names: Sequence[PlacementName]) -> tuple[PlacementTrial, ...]:
         """Return the best trial of every placement, the best first, without placements that the model cannot fill.
 
         If ranks with several stages idle for much of the step, as with few micro-batches, the better such placement is

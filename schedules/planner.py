@@ -165,9 +165,9 @@ class Planner(PlanRules):
         if self.topology.dp == 1:
             return ReplicaCollectives()  # of a group of one, whatever they are
         raise ConfigError(
-            f"{_name_costs(self.costs)} do not say what dp {self.topology.dp} replicas issue together, and a plan"
-            " cannot be proven without: pass collectives=ReplicaCollectives() if gradients are reduced once at the end"
-            " of a step, else ReplicaCollectives.of_zero(stage)"
+            f"{_name_costs(self.costs)} do not say what dp {self.topology.dp} replicas issue together: pass"
+            " collectives=ReplicaCollectives() if gradients are reduced once at the end of a step, else"
+            " ReplicaCollectives.of_zero(stage)"
         )
 
     def plan(self, lengths: Sequence[SampleLength] | Sequence[int] | LengthArray, *, step: int = 0) -> StepPlan:
@@ -266,9 +266,9 @@ class Planner(PlanRules):
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Planner:
         """Return the planner that `to_json` of this version or of an earlier one described."""
-        known = {"noise": 0.0, "split_policy": raw.get("rule"), **raw, "recompute": raw["recompute"] or "auto"}
+        rules = {"noise": 0.0, "split_policy": raw.get("rule"), **raw, "recompute": raw["recompute"] or "auto"}
         if "equal_counts" in raw:
-            known["replica_counts"] = "equal" if raw["equal_counts"] else "free"
+            rules["replica_counts"] = "equal" if raw["equal_counts"] else "free"
         return cls(
             from_json(Topology, raw["topology"]),
             cost_model_from_json(raw["costs"]),
@@ -278,7 +278,7 @@ class Planner(PlanRules):
             collectives=raw["collectives"] and from_json(ReplicaCollectives, raw["collectives"]),
             num_cores=raw["num_cores"],
             widths=tuple(raw.get("widths", ())),
-            **{f.name: known[f.name] for f in fields(PlanRules)},
+            **{f.name: rules[f.name] for f in fields(PlanRules)},
         )
 
 
@@ -301,8 +301,8 @@ def _check_types(planner: Planner) -> None:
     ):
         value = getattr(planner, name)
         if not isinstance(value, kind) and not (may_be_none and value is None):
-            wanted = f"{kind.__name__} or None" if may_be_none else kind.__name__
-            raise ConfigError(f"{name} is {short(value)} but must be of type {wanted}: give such a value")
+            kinds = f"{kind.__name__} or None" if may_be_none else kind.__name__
+            raise ConfigError(f"{name} is {short(value)} but must be of type {kinds}: give such a value")
     if not isinstance(planner.costs, MicroBatchPricer):
         raise ConfigError(f"costs are {short(planner.costs)}, which price nothing: give a cost model (TokenCosts)")
 
@@ -338,11 +338,11 @@ def _list_faults(planner: Planner) -> Iterator[str]:
         yield f"widths {short(widths)} of dp {topology.dp}: give some of {', '.join(map(str, allowed))}, ascending"
     elif widths and topology.width != 1:
         yield f"widths are {short(widths)} but the topology has width {topology.width} already: leave one of both out"
-    given, priced = planner.collectives, planner.costs.facts.replica_collectives
-    if given and priced and given.of_micro_batches != priced.of_micro_batches:
+    collectives, priced = planner.collectives, planner.costs.facts.replica_collectives
+    if collectives and priced and collectives.of_micro_batches != priced.of_micro_batches:
         yield (
-            f"collectives {given.of_micro_batches} inside micro-batches and with their gradients were given, but the"
-            f" costs are those of a run with {priced.of_micro_batches}: leave collectives out, or give the costs of"
+            f"collectives {collectives.of_micro_batches} inside micro-batches and with their gradients were given, but"
+            f" the costs are those of a run with {priced.of_micro_batches}: leave collectives out, or give the costs of"
             " this run (zero_stage, ep)"
         )
     if planner.forward_only:

@@ -84,7 +84,7 @@ class PlannedMicroBatches:
 
         `counts`, a list or an array, say what the loss is divided by, a number for each sample in the order of the
         lengths: None for its target tokens (a mean over tokens), 1 for each (a mean over sequences), the tokens that a
-        filter leaves, or a group's weight. A micro-batch's own mean is that over the same counts; where these are 0, so
+        filter leaves, or a group's weight. A micro-batch's own mean is that over the same counts; if these are 0, so
         is its share. The sum of share x mean is then the loss, whatever the plan. A loop that averages over its
         micro-batches and over replicas multiplies each share by their numbers, `num_micro_batches[d]` x
         `len(partitions)`.
@@ -131,8 +131,8 @@ def plan_micro_batches(
     model is counted in 16 bits, with sequence parallelism and a distributed optimizer, at 350 TFLOP/s per device,
     0.1 ms per action and 0.06 ms per layer.
     No micro-batch has more than `max_tokens` positions, and no rank more than `memory_limit_bytes`: give either or
-    both. The `rules` are those of `PlanRules`, with four defaults of its own: layout "packed", `pad_multiple` 1 (the
-    loop pads, and counts that in its lengths), recompute "none" (the one kind of the loop's model), `effort` 500.
+    both. The `rules` are those of `PlanRules`. Four defaults differ: layout "packed"; `pad_multiple` 1, as the loop
+    pads and counts that in its lengths; recompute "none", the one kind of the loop's model; `effort` 500.
     With replica_counts "equal" every replica has as many micro-batches: where replicas meet inside these (experts or
     ZeRO 2 and 3 over replicas), and in loops that ask for it. Else counts may differ, and of fewer samples than
     replicas some get none.
@@ -147,9 +147,9 @@ def plan_micro_batches(
         )
     if not isinstance(topology, Topology):
         raise ConfigError(f"topology is {short(topology)} but must be a Topology: give such as Topology(tp=2, pp=4)")
-    known = {field.name for field in fields(Planner)}
-    if unknown := next((name for name in rules if name not in known), None):
-        raise ConfigError(f"{unknown} is no rule of plans{did_you_mean(unknown, known)} (PlanRules has all)")
+    names = {field.name for field in fields(Planner)}
+    if unknown := next((name for name in rules if name not in names), None):
+        raise ConfigError(f"{unknown} is not a rule of plans{did_you_mean(unknown, names)} (PlanRules has all)")
     planner = Planner(
         topology,
         _make_costs(costs, topology),

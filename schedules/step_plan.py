@@ -172,7 +172,7 @@ def certify(
     """Return the certificate of a plan of `samples` under `costs`. Without a limit there is no byte-time bound, and the
     batch bound is that without a limit.
 
-    Raises PlanError if the weights alone exceed the limit, or a bound is above the makespan (a defect, never a plan).
+    Raises PlanError if the weights exceed the limit, or a bound is above the makespan (a defect, never a plan).
     """
     pairs = zip(step_plan.schedules, step_plan.costs, strict=True)
     limit, ranks, dp = memory_limit_bytes, step_plan.schedules[0].stage_ranks, len(step_plan.schedules)

@@ -135,10 +135,9 @@ def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) ->
             and (not s.first or (s.first < s.encoder and not s.decoder and not s.start))
         ):
             raise DataError(
-                "a sample of (index, encoder, decoder, target, start, first) ="
-                f" ({', '.join(map(short, counts))}) cannot be planned: give integers from 0 on, an encoder side of 1"
-                " to 2^31 positions, a decoder side of at most as many, no more targets than positions, and a first"
-                " document only of a whole decoder-only sample that has a second one"
+                f"a sample has (index, encoder, decoder, target, start, first) ({', '.join(map(short, counts))}): give"
+                " integers, encoder 1 to 2^31, decoder up to 2^31, target up to their sum, and first only to"
+                " decoder-only pairs"
             )
     return samples
 

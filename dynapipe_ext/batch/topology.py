@@ -443,9 +443,9 @@ _EXPERTS = "expert all-to-all"
 class ReplicaCollectives:
     """Names of the collectives that each rank issues with those of the other replicas that hold the same stages.
 
-    `inside` are issued by each Forward, Backward and BackwardInput (gathers of sharded weights, expert parallelism over
-    data ranks), `with_gradients` by each Backward and BackwardWeight (gradients that are scattered as they come),
-    `at_end` once a step by each rank. The default is gradients that are reduced once: DDP, and ZeRO stage 1. `ep`
+    Each Forward, Backward and BackwardInput issues `inside` (gathers of sharded weights, expert parallelism over data
+    ranks). Each Backward and BackwardWeight issues `with_gradients` (gradients that are scattered as they come). Each
+    rank issues `at_end` once a step. The default is gradients that are reduced once: DDP, and ZeRO stage 1. `ep`
     neighbouring data parallel ranks share experts.
     """
 

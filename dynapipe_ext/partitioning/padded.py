@@ -119,9 +119,9 @@ class RangeCosts:
             merged = [get_cost(a, c) for a, c in zip([0, *ends], ends[1:], strict=False)]
             if min(merged, default=INFEASIBLE) >= INFEASIBLE:
                 raise PlanError(
-                    f"{len(self.order)} samples make {len(ends)} micro-batches, not equally many on {dp} replicas, and"
-                    f" no two of them fit into one (max_bytes {self.caps.max_bytes}, max_tokens"
-                    f" {self.caps.max_tokens}): raise the limits or let counts differ"
+                    f"{len(self.order)} samples make {len(ends)} micro-batches on {dp} replicas, and no two of them fit"
+                    f" into one (max_bytes {self.caps.max_bytes}, max_tokens {self.caps.max_tokens}): raise the limits"
+                    " or let counts differ"
                 )
             del ends[merged.index(min(merged))]
         return ends
@@ -186,8 +186,8 @@ def price_cuts(
     """Price each range of samples that may be a micro-batch: within the limits, and not far slower than even cuts need.
 
     Even cuts have the least sum(t) + `weight` x max(t) at some time per micro-batch. Ranges of up to 1.25 times that
-    time are priced, and of up to twice that time if two may be merged (`equal_counts`, `least_work`); with `is_exact`
-    or for few samples every range that an optimum may have. A range that is too long stays so with more samples.
+    time are priced, or up to twice that time if two may be merged (`equal_counts`, `least_work`). With `is_exact` and
+    for few samples, all that an optimum may have are. A range that is too long stays so with more samples.
 
     Raises PlanError, naming the sample, if one does not fit `min_in_flight` times by itself.
     """
@@ -265,8 +265,8 @@ class _Table:
             row, place = np.nonzero((first >= 0) & (self.cells[low - 1 : high, alive] < 0))
             self.cells[low - 1 + row, alive[place]] = self._price(low + row, *sides[:, row, place])
             at_end = self.cells[high - 1, alive]
-            kept = (at_end >= 0) & (self.times[at_end] <= (most_ns or INFEASIBLE))
-            alive, longest = alive[kept], sides[:, -1, kept]
+            is_short = (at_end >= 0) & (self.times[at_end] <= (most_ns or INFEASIBLE))
+            alive, longest = alive[is_short], sides[:, -1, is_short]
 
     def _price(self, rows: IntArray, encoder: IntArray, decoder: IntArray) -> IntArray:
         """Price shapes, equal ones once, and return their numbers."""

@@ -39,7 +39,7 @@ def list_piece_sizes(pieces: Pieces | Literal["finer"], longest: int, max_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTime:
-    """Approximate time of a row of one document of x positions: overhead + token x + square x^2, ns."""
+    """Approximate time of a row that holds one document of x positions: overhead + token x + square x^2, ns."""
 
     overhead_ns: float = 0.0
     token_ns: float = 1.0
@@ -47,8 +47,8 @@ class RowTime:
 
     @staticmethod
     def make_rows(tokens: int, longest: int, recompute: Recompute) -> list[MicroBatch]:
-        """Return three rows whose times determine it: a piece of half of `tokens` and one of about all of them at the
-        start of a sample, and one of half of them at the end of the longest sample."""
+        """Return three rows whose times determine it. Two pieces start a sample, one with half of `tokens` and one with
+        about all. The third has half of them and ends the longest sample."""
         half = max(1, tokens // 2)
         pieces = (
             SampleLength(0, half),
@@ -125,8 +125,8 @@ class PieceChoice:
 
 
 def pick_promising(choices: Sequence[PieceChoice], *, with_smallest: bool = False) -> list[PieceChoice]:
-    """Return the choice that is expected to be fastest, and the one that a good search may make fastest: mostly equal;
-    also those that cut into the smallest pieces, one of which needs the fewest bytes, if they are asked for."""
+    """Return the choice that is expected to be fastest, and the one that a good search may make fastest, mostly equal.
+    If asked for, those that cut into the smallest pieces follow: one of them needs the fewest bytes."""
     best = [min(choices, key=attrgetter(by)) for by in ("makespan_ns", "hoped_ns")]
     tokens = min(choice.tokens for choice in choices)
     return list(dict.fromkeys([*best, *(one for one in choices if with_smallest and one.tokens == tokens)]))

@@ -557,7 +557,7 @@ def placement_trials(
     `PlacementSearch.trials` and, but for steps refused, `prove_step`.
     """
     search = PlacementSearch(base, planner_over, _proven, num_layers, batches, halves, vocabularies)
-    return search.trials(names)
+    return search.list_trials(names)
 
 
 def layers_to_place(costs: CostModel) -> int:

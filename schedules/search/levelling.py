@@ -1,7 +1,7 @@
 """Cuts and replicas made even by what every rank has to do, before any order is simulated.
 
-A step takes at least what its busiest rank has to do, after the first micro-batch's way to it and before the last one's
-way back; and ranks wait the longer, the larger the largest micro-batch is. So cuts and replicas can be judged without
+A step takes at least the work of its busiest rank, after the first micro-batch's way to it and before the last one's
+way back. The larger the largest micro-batch is, the longer do ranks wait. So cuts and replicas can be judged without
 an order, at a fraction of what a simulation takes. Memory is not judged: the search that follows simulates.
 """
 

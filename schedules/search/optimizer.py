@@ -79,7 +79,7 @@ class AnnealingSchedule(NamedTuple):
 class Start:
     """Cuts, which cover the items of a batch in turn, grouped by replica.
 
-    `kind_costs` price every shape under each recomputation mode (INFEASIBLE forwards: cannot run so);
+    `kind_costs` price every shape under each recomputation mode (INFEASIBLE forwards: cannot run so).
     `shapes[j, r - 1]`, int32, is the shape of the cut of r items that ends at item j, or -1 if that may not be a
     micro-batch. With only one column, items are micro-batches and stay what they are. `sample_pieces`, only with one
     column: the items that are pieces of one sample, each sample's within one group.
@@ -92,7 +92,7 @@ class Start:
     sample_pieces: tuple[SamplePieces, ...] = ()
 
     @classmethod
-    def of_micro_batches(
+    def from_micro_batches(
         cls,
         kind_costs: Sequence[MicroBatchCosts],
         groups: Sequence[Sequence[int]],
@@ -169,10 +169,10 @@ class Problem:
         left, new_groups = drop_merged(ranges, groups)
         new_cuts, floor_ns = [Cut(*cut) for cut in left], 0
         if self.cores is not None:
-            floor_ns = self.cores.floor_ns(int(self.work_ns(self.records_of(new_cuts)).sum()))
+            floor_ns = self.cores.floor_ns(int(self.work_ns(self.find_records(new_cuts)).sum()))
         return SearchState(new_cuts, new_groups, makespans, actions, floor_ns)
 
-    def records_of(self, cuts: Sequence[Cut], *, every_kind: bool = False) -> IntArray:
+    def find_records(self, cuts: Sequence[Cut], *, every_kind: bool = False) -> IntArray:
         """Return the records (cuts, stages, fields) of cuts under their kinds; of every kind as a first axis."""
         firsts, ends, kinds = np.array(cuts, np.int64).reshape(-1, 3).T
         shapes = self.shapes[ends - 1, ends - firsts - 1]
@@ -321,10 +321,10 @@ def optimize(
     settings = SearchSettings(
         memory_limit_bytes=memory_limit_bytes, split=split, effort=effort, seed=seed, stage_ranks=stage_ranks
     )
-    _, best = optimize_best([Start.of_micro_batches([costs], [range(count)], [0] * count)], settings)
-    (found,), (cuts,) = best.schedules, best.replicas
-    ranks = tuple(tuple(Action(a.stage, a.kind, cuts[a.micro_batch].first) for a in rank) for rank in found.ranks)
-    schedule = replace(found, ranks=ranks)
+    _, best = optimize_best([Start.from_micro_batches([costs], [range(count)], [0] * count)], settings)
+    (schedule,), (cuts,) = best.schedules, best.replicas
+    ranks = tuple(tuple(Action(a.stage, a.kind, cuts[a.micro_batch].first) for a in rank) for rank in schedule.ranks)
+    schedule = replace(schedule, ranks=ranks)
     validate(schedule, count)
     peaks = compute_peak_bytes(schedule, costs)
     if max(peaks) > memory_limit_bytes:
@@ -390,7 +390,7 @@ def _make_trials(starts: Sequence[Start], settings: SearchSettings) -> tuple[lis
         except PlanError as error:
             refusal = refusal or error
             continue
-        work_ns = problem.work_ns(problem.records_of(cuts)).tolist()
+        work_ns = problem.work_ns(problem.find_records(cuts)).tolist()
         orders = [list_start_orders(group, work_ns, start.sample_pieces) for group in start.groups]
         moves = _count_moves(start, settings.effort)
         # Several starts under one kind are judged without moves, if trials would take the whole effort.
@@ -457,7 +457,7 @@ def _recompute_least(problem: Problem, state: SearchState, seed: int) -> SearchS
     not taken, as a search of more effort might miss it."""
     if not state.cuts:
         return state
-    records = problem.records_of(state.cuts, every_kind=True)
+    records = problem.find_records(state.cuts, every_kind=True)
     least = problem.work_ns(records).argmin(axis=0)
     if least.tolist() == [cut.kind for cut in state.cuts]:
         return state
@@ -474,7 +474,7 @@ def _choose_fitting_kinds(problem: Problem, start: Start, limit_bytes: int) -> l
     """Return each cut under its kind, or under the first that lets it run alone (and the pieces of a sample all
     together). Raises PlanError if no kind does."""
     free = np.array(problem.free_bytes, np.int64)
-    records = problem.records_of(start.cuts, every_kind=True)
+    records = problem.find_records(start.cuts, every_kind=True)
     stored, working = _sum_by_rank(problem, records)  # (kinds, cuts, ranks)
     needed = stored + working
     fits = (needed <= free).all(axis=-1) & (records[:, :, 0, CostField.FORWARD] < INFEASIBLE)

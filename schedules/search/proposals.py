@@ -246,7 +246,7 @@ class StepProblem:
                 else tuple({m.recompute: None for m in micro_batches})
             )
             like = self._price_again(micro_batches)
-            start = Start.of_micro_batches(
+            start = Start.from_micro_batches(
                 [self._price_under(kind, micro_batches, like) for kind in kinds],
                 [range(a, b) for a, b in pairwise(ends)],
                 [kinds.index(m.recompute) for m in micro_batches],
@@ -333,8 +333,8 @@ class StepProblem:
         dp: int,
         limits: Sequence[int],
     ) -> list[tuple[MicroBatch, ...]]:
-        """List packings under the first kind of recomputation of which `min_in_flight` rows can be held: of rows within
-        the first limit, or within a later one as long as each is faster than the one before."""
+        """List packings under the first kind of recomputation of which `min_in_flight` rows can be held. Rows are
+        within the first limit, or within a later one as long as each is faster than the one before."""
 
         def evaluate(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
             return self.find_bottleneck(self._price(micro_batches), min_in_flight)

@@ -170,7 +170,7 @@ def best_topology(planner: Planner, batches: SampledBatches) -> Topology:
         batches,
         halves=planner.costs.facts.prices_halves,
     )
-    return search.trials(get_args(PlacementName))[0].topology
+    return search.list_trials(get_args(PlacementName))[0].topology
 
 
 def best_step(

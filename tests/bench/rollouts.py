@@ -142,7 +142,7 @@ def placed_s(case: Case, samples: list[SampleLength]) -> float:
         batches=[samples],
         halves=True,
     )
-    return search.trials(("linear", "v"))[0].makespan_s
+    return search.list_trials(("linear", "v"))[0].makespan_s
 
 
 def call(case: Case, samples: list[SampleLength]) -> tuple[float, float]:

@@ -65,7 +65,7 @@ def pieced(draw):
     groups = [[] for _ in range(dp)]
     for unit in units:
         groups[int(rng.integers(dp))] += unit
-    start = Start.of_micro_batches(kinds, groups, [0] * count, tuple(sample_pieces))
+    start = Start.from_micro_batches(kinds, groups, [0] * count, tuple(sample_pieces))
     ranks = np.array(stage_ranks)
     least = 0
     for rank in set(stage_ranks):

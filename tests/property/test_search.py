@@ -314,7 +314,7 @@ def test_more_effort_finds_a_better_schedule_than_1f1b_for_uneven_micro_batches(
 
 def test_a_start_that_does_not_fit_hides_none_behind_it() -> None:
     costs = random_costs(np.random.default_rng(0), 2, 3)
-    fits = Start.of_micro_batches([costs], [range(3)], [0, 0, 0])
+    fits = Start.from_micro_batches([costs], [range(3)], [0, 0, 0])
     large = replace(fits, kind_costs=(replace(costs, stored_bytes=costs.stored_bytes + 10**6),))
     settings = SearchSettings(stage_ranks=(0, 1), memory_limit_bytes=least_limit(costs, (0, 1)), split=False, effort=0)
     assert optimize_best([large, fits], settings) == (1, optimize_best([fits], settings)[1])

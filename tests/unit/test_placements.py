@@ -52,7 +52,7 @@ def search(limit_bytes: float = 60e9, architecture: Architecture = SHAPE, *, hal
 
 @pytest.fixture(scope="module")
 def trials() -> tuple[PlacementTrial, ...]:
-    return search().trials(NAMES)
+    return search().list_trials(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_stage_of_an_expensive_head_gets_fewer_layers_and_steps_get_shorter(
 
 def test_half_layers_make_stages_more_even_where_they_may(trials: tuple[PlacementTrial, ...]) -> None:
     whole = next(trial for trial in trials if trial.topology.placement_name == "linear")
-    (half,) = search(halves=True).trials(("linear",))
+    (half,) = search(halves=True).list_trials(("linear",))
     assert half.topology.has_half_layers
     assert not any(trial.topology.has_half_layers for trial in trials)
     assert sum(half.topology.layers_per_stage) == NUM_LAYERS
@@ -136,24 +136,24 @@ def test_layers_that_only_looked_best_with_little_effort_leave_the_place_to_even
 def test_few_micro_batches_get_four_stages_a_rank_where_that_is_faster_and_many_do_not_try() -> None:
     light_head = replace(SHAPE, vocab_size=512)
     few = replace(search(architecture=light_head), batches=[sample_lengths([900] * 3)])
-    named = {trial.topology.num_stages // BASE.pp: trial.makespan_s for trial in reversed(few.trials(NAMES))}
+    named = {trial.topology.num_stages // BASE.pp: trial.makespan_s for trial in reversed(few.list_trials(NAMES))}
     assert set(named) == {1, 2, 4}
     assert named[4] < 0.97 * named[2]
     many = replace(search(architecture=light_head), batches=[sample_lengths([900] * 48)])
-    assert max(trial.topology.num_stages for trial in many.trials(NAMES)) == 8
+    assert max(trial.topology.num_stages for trial in many.list_trials(NAMES)) == 8
 
 
 def test_placements_that_the_layers_cannot_fill_are_left_out_and_none_at_all_is_refused() -> None:
     few = search(architecture=replace(SHAPE, num_layers=4))
-    (only,) = few.trials(NAMES)
+    (only,) = few.list_trials(NAMES)
     assert only.topology.placement_name == "linear"
     with pytest.raises(ConfigError, match="4 layers cannot fill 8 stages"):
-        few.trials(("v",))
+        few.list_trials(("v",))
 
 
 def test_a_limit_that_no_placement_keeps_is_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match="no placement of stages has a plan: "):
-        search(limit_bytes=1e6).trials(NAMES)
+        search(limit_bytes=1e6).list_trials(NAMES)
 
 
 def test_sampled_batches_are_spread_over_the_epoch() -> None:

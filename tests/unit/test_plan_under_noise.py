@@ -110,7 +110,7 @@ def test_placements_are_compared_by_the_mean_where_plans_are() -> None:
         8,
         [batch],
     )
-    (trial,) = search.trials(["linear"])
+    (trial,) = search.list_trials(["linear"])
     own = replace(asked, topology=trial.topology).plan(batch)
     assert trial.makespan_s == own.mean_makespan_ns(NOISE) / 1e9 > own.makespan_s
 

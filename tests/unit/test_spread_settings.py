@@ -166,7 +166,7 @@ def test_layers_move_between_stages_of_layers_alone() -> None:
     search = PlacementSearch(
         Topology(pp=2), planner_over, lambda p, b: p.plan(b), 4, batches, halves=True, vocabularies=("head",)
     )
-    search.trials(["linear", "v"])
+    search.list_trials(["linear", "v"])
     assert len({one.layers_per_stage for one in tried}) > 4
     for topology in tried:
         assert topology.vocabulary == "head"
