@@ -123,7 +123,7 @@ def _attend(
     recompute = not rule.dropout and pick_kernel(tensors_BHSD[0], rule) is None
 
     def attend_each(*documents: Sequence[Any]) -> Any:
-        queries, keys = (DocumentOffsets.from_lengths([len(x) for x in of], device) for of in documents[:2])
+        queries, keys = (DocumentOffsets.of([len(x) for x in of], device) for of in documents[:2])
         q_THD, k_THD, v_THD = (of[0] if len(of) == 1 else torch.cat(list(of)) for of in documents)
         return attend_documents(q_THD, k_THD, v_THD, queries, rule, keys=keys)
 
@@ -144,7 +144,7 @@ def _attend(
         documents = [x[own:] for x in documents]
     if lengths:
         q_THD, k_THD, v_THD = documents
-        outputs.append(attend_documents(q_THD, k_THD, v_THD, DocumentOffsets.from_lengths(lengths, device), rule))
+        outputs.append(attend_documents(q_THD, k_THD, v_THD, DocumentOffsets.of(lengths, device), rule))
     return torch.cat(outputs).reshape(batch, row_len, heads, -1)
 
 

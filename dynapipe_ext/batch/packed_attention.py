@@ -83,7 +83,7 @@ class DocumentOffsets:
     sums: torch.Tensor
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> DocumentOffsets:
+    def of(cls, lengths: Sequence[int], device: torch.device) -> DocumentOffsets:
         return cls(lengths, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
 
 

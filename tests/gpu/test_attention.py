@@ -44,7 +44,7 @@ def test_values_and_gradients_are_those_of_the_definition(name: str, groups: int
     device = torch.device("cuda")
     tensors = packed_tensors(8, groups, 64, lengths=LENGTHS, dtype=torch.bfloat16, device=device)
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    borders = DocumentOffsets.from_lengths(LENGTHS, device)
+    borders = DocumentOffsets.of(LENGTHS, device)
     back = math.inf if rule.window is None else rule.window - 1
     expected = by_definition(
         *exact[:3],

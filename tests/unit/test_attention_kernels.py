@@ -139,7 +139,7 @@ def test_each_kernel_is_asked_for_what_the_rule_says(name, version, rule, monkey
         pytest.skip("pick_kernel does not give it such a rule")
     for heads, groups in ((4, 4), (4, 2)):
         tensors = packed_tensors(heads, groups)
-        borders = DocumentOffsets.from_lengths(LENGTHS, torch.device("cpu"))
+        borders = DocumentOffsets.of(LENGTHS, torch.device("cpu"))
         torch.testing.assert_close(
             attend_by_kernel(kernel, *tensors[:3], borders, rule), expected(tensors, borders, rule)
         )
@@ -193,7 +193,7 @@ def test_the_sources_that_are_installed_have_the_arguments(kernel):
 def test_a_call_a_document_gives_values_and_gradients_of_the_definition(name):
     rule = RULES[name]
     tensors = packed_tensors(4, 2)
-    borders = DocumentOffsets.from_lengths(LENGTHS, torch.device("cpu"))
+    borders = DocumentOffsets.of(LENGTHS, torch.device("cpu"))
     values = attend_documents(*tensors[:3], borders, rule), expected(tensors, borders, rule)
     mine, theirs = ((out, *torch.autograd.grad((out * tensors[3]).sum(), tensors[:3])) for out in values)
     for found, wanted in zip(mine, theirs, strict=True):

@@ -42,9 +42,7 @@ def in_chunks(attention: Any, size: int) -> type:
 
         def _by_kernel(self, q_THD: torch.Tensor, *others: Any, borders: DocumentOffsets, **options: Any) -> Any:
             lengths = [min(size, length - start) for length in borders.lengths for start in range(0, length, size)]
-            return super()._by_kernel(
-                q_THD, *others, borders=DocumentOffsets.from_lengths(lengths, q_THD.device), **options
-            )
+            return super()._by_kernel(q_THD, *others, borders=DocumentOffsets.of(lengths, q_THD.device), **options)
 
     return Chunked
 

@@ -140,9 +140,7 @@ class DocumentAttention(torch.nn.Module):
         kernel = pick_kernel(queries[0], self._rule)
         if kernel is None:
             return torch.cat([self._document(*document) for document in zip(queries, keys, values, strict=True)])
-        q_borders, k_borders = (
-            DocumentOffsets.from_lengths([len(x) for x in of], queries[0].device) for of in (queries, keys)
-        )
+        q_borders, k_borders = (DocumentOffsets.of([len(x) for x in of], queries[0].device) for of in (queries, keys))
         tensors = [torch.cat(list(of)) for of in (queries, keys, values)]
         return self._by_kernel(*tensors, kernel=kernel, borders=q_borders, keys=k_borders)
 
