@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -18,15 +17,13 @@ from dynapipe_ext.batch.topology import (
     ReplicaCollectives,
     Topology,
     ZeroStage,
-    require_whole_layers,
 )
-from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.codec import dump_fields, from_json
 from dynapipe_ext.costs.features import Features, Kinds, PiecePositions, split_kinds
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray
-from dynapipe_ext.costs.layers import HEAD_MESSAGE_BYTES, LayerPart, first_decoder_stage, list_layer_parts, stage_layers
+from dynapipe_ext.costs.layers import HALVES, HEAD_MESSAGE_BYTES, CountedLayers, StageLayout, lay_out, list_layers
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
     UNCOUNTED_TAX,
@@ -41,7 +38,7 @@ from dynapipe_ext.costs.model import (
 )
 from dynapipe_ext.costs.states import ADAM_MOMENTS, StateRecipe, States, check_states, check_topology, count_states
 from dynapipe_ext.errors import ConfigError, PlanError, check_integer, settle_field_types, short
-from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
+from dynapipe_ext.models.architecture import Architecture
 
 _MOST_FACTOR = 1_000_000
 # Fields that files of older versions did not have: left out at their defaults.
@@ -67,55 +64,6 @@ class MeasuredAdapters:
     def __post_init__(self) -> None:
         settle_field_types(self)
         check_bytes_factors(self)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layers:
-    """Layers of one kind, or halves of them: their number on every stage, shape (S, 1)."""
-
-    kind: Architecture
-    part: LayerPart
-    is_decoder: bool
-    counts: IntArray
-
-
-@lru_cache(maxsize=64)  # every price of a micro-batch asks for it
-def _list_layers(a: Architecture, topology: Topology) -> tuple[_Layers, ...]:
-    if a.num_decoder_layers:
-        counts = np.array(stage_layers(a, topology), np.int64)
-        return _Layers(a, "layer", False, counts[:, :1]), _Layers(a, "layer", True, counts[:, 1:])
-    return tuple(
-        _Layers(kind, part, False, np.array(counts, np.int64)[:, None])
-        for part, layers in list_layer_parts(topology.with_layers(a.num_layers).stage_layers)
-        for kind, counts in kinds_of_ranges(a, layers)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerPrice:
-    """One layer, or half of one, for M micro-batches: FLOPs of matrix products and of attention, by all ranks of a
-    context-parallel group; and bytes on one rank. A layer stores its `input`; without full recomputation `inner` values
-    in its place; without any the `scores`, too. `widest`: its widest activation."""
-
-    products: IntArray
-    attention: IntArray
-    input_bytes: IntArray
-    inner_bytes: IntArray
-    score_bytes: IntArray
-    widest_bytes: IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class _StageSums:
-    """Sums over the layers of every stage: FLOPs and bytes, shape (S, M), and numbers of layers and halves, (S, 1)."""
-
-    products: IntArray
-    attention: IntArray
-    stored_bytes: IntArray
-    working_bytes: IntArray
-    halves: IntArray
-    num_attentions: IntArray
-    num_decoder: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +160,14 @@ class AnalyticCosts(CostModel):
 
     def __post_init__(self) -> None:
         settle_field_types(self)
-        if self.has_decoder:
-            self._check_pairs()
-        else:
-            check_topology(self.architecture, self.topology, self.ep)
+        check_topology(self.architecture, self.topology, self.ep)
+        allowed, width = self.facts.priced_widths, self.topology.width
+        if allowed and width not in allowed:
+            raise ConfigError(
+                f"context-parallel degree {width} does not divide the {self.architecture.num_heads // self.topology.tp}"
+                " heads of a tensor parallel rank, and keys of two sides are not gathered: take one of"
+                f" {', '.join(map(str, allowed))}"
+            )
         if type(self.head_slice) is not int or self.head_slice < 0:
             raise ConfigError(f"head_slice is {self.head_slice} but must be positions, from 1 on, or 0 for whole heads")
         check_states(self.state_recipe, self.zero_stage, self.offload)
@@ -235,19 +187,6 @@ class AnalyticCosts(CostModel):
         check_integer("num_moments", self.num_moments, least=0, most=8)
         check_tax(self.width_tax)
 
-    def _check_pairs(self) -> None:
-        a, tp, width = self.architecture, self.topology.tp, self.topology.width
-        require_whole_vocabulary(self.topology, "a model with a decoder side")
-        _ = _list_layers(a, self.topology)  # refuses what cannot be cut
-        for name, size in (("num_heads", a.num_heads), ("ffn_hidden_size", a.ffn_hidden_size)):
-            if size % tp:
-                raise ConfigError(f"{name} {size} does not divide over tp {tp}: lower tp")
-        if width not in (allowed := self._priced_widths):
-            raise ConfigError(
-                f"context-parallel degree {width} does not divide the {a.num_heads // tp} heads of a tensor parallel"
-                f" rank, and keys of two sides are not gathered: take one of {', '.join(map(str, allowed))}"
-            )
-
     @property
     def num_stages(self) -> int:
         return self.topology.num_stages
@@ -257,21 +196,17 @@ class AnalyticCosts(CostModel):
         return self.architecture.num_decoder_layers > 0
 
     @property
-    def _priced_widths(self) -> tuple[int, ...]:
-        """Context-parallel degrees of an encoder-decoder: those that divide the heads of a tensor parallel rank."""
-        heads = max(1, self.architecture.num_heads // self.topology.tp)
-        return tuple(1 << power for power in range((heads & -heads).bit_length()))
-
-    @property
     def facts(self) -> CostCapabilities:
         """Capabilities of these costs. Pieces have no price if experts drop what is beyond their capacity, or if a
         window hides earlier pieces."""
         a, topology, has_decoder = self.architecture, self.topology, self.has_decoder
+        heads = max(1, a.num_heads // topology.tp)  # keys of an encoder-decoder are not gathered, only divided by heads
+        widths = tuple(1 << power for power in range((heads & -heads).bit_length())) if has_decoder else None
         form = ActivationFormat(
             a.hidden_size,
             DTYPE_OF_WIDTH[self.activation_bytes_per_value],
             sequence_shards=topology.tp if self.sequence_parallel else 1,
-            first_decoder_stage=first_decoder_stage(stage_layers(a, topology)) if has_decoder else None,
+            first_decoder_stage=self.layout.first_decoder_stage,
             first_head_stage=topology.first_head_stage,
         )
         return CostCapabilities(
@@ -285,7 +220,7 @@ class AnalyticCosts(CostModel):
             offload=self.offload,
             slices_head=self.head_slice > 0,
             width=topology.width,
-            priced_widths=self._priced_widths if has_decoder else None,
+            priced_widths=widths,
             measured_adapters=bool(self._measured_adapters),
         )
 
@@ -296,11 +231,8 @@ class AnalyticCosts(CostModel):
         return measured if measured and measured.adapters == self.adapters else None
 
     @property
-    def stage_layers(self) -> IntArray:
-        """(encoder or decoder-only, decoder) layers of every stage, shape (S, 2). Raises ConfigError for half ones."""
-        layers = stage_layers(self.architecture, self.topology)
-        require_whole_layers(self.topology.layers_per_stage, "an estimate")
-        return np.array(layers, np.int64)
+    def layout(self) -> StageLayout:
+        return lay_out(self.architecture.num_layers, self.architecture.total_layers, self.topology)
 
     def with_topology(self, topology: Topology | None) -> tuple[AnalyticCosts, Topology]:
         """Return the same model, rates and factors over another topology, layers filled in."""
@@ -364,69 +296,53 @@ class AnalyticCosts(CostModel):
         return head
 
     def price(self, features: Features) -> MicroBatchCosts:
-        a, topology, values, width = self.architecture, self.topology, self.activation_bytes_per_value, self._width
+        a, topology, width, layout = self.architecture, self.topology, self._width, self.layout
         recompute, asks_chunks = split_kinds(features.recompute)
-        full, selective = recompute == "full", recompute == "selective"
-        group, rank = features.positions, -(-features.positions // width)
-        heads, tokens = topology.head_stages, rank[int(self.has_decoder)]
+        full, group, rank = recompute == "full", features.positions, -(-features.positions // width)
+        tokens = rank[int(self.has_decoder)]
         in_chunks = self.needs_chunks(asks_chunks, tokens)
-        has_head = np.arange(self.num_stages)[:, None] >= heads.start
-        head = has_head * (2 * a.vocab_size * a.hidden_size // topology.tp // len(heads) * group[int(self.has_decoder)])
-        on_stages = self._lay_on_stages(group, rank, full, selective)
-        products = head + on_stages.products
-        forward = products + on_stages.attention
-        again = in_chunks * head + np.where(full, on_stages.products, 0)
-        again = again + np.where(full | selective, on_stages.attention, 0)
-        head_bytes, head_working = self._count_head_bytes(tokens, in_chunks)
-        # A stage sends the residual stream, its rank's share of it under sequence parallelism.
-        decodes = np.cumsum(on_stages.num_decoder)[:-1, None] > 0
-        sent = self._split(values * a.hidden_size * rank[0]) + decodes * self._split(values * a.hidden_size * rank[1])
-        sent = sent + (has_head[:-1] * HEAD_MESSAGE_BYTES) * tokens
-        links = self.links or Links.make_uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
-        halves = on_stages.halves + (has_head if len(heads) > 1 else 0)
+        on_stages = np.zeros((5, self.num_stages, len(recompute)), np.int64)
+        for layers in list_layers(a, topology):
+            one = self._price_layer(layers, group, rank, recompute)
+            on_stages[:4] += layers.counts * one[:4, None]
+            on_stages[4] = np.maximum(on_stages[4], (layers.counts > 0) * one[4])
+        on_stages[3] += self._count_side_bytes(rank, full)
+        head = layout.has_head * self._price_head(group, tokens, in_chunks, full)
+        flops = on_stages[:3] + head[:3]
+        halves = sum(counts * (1 if kind in HALVES else 2) for kind, counts in layout.counts.items())
+        halves = halves + layout.has_head * (len(topology.head_stages) > 1)
         overhead_ns = self.overhead_ns + halves * self.layer_overhead_ns // 2
+        # A stage sends the residual stream, its rank's share of it under sequence parallelism.
+        hidden = self._split(self.activation_bytes_per_value * a.hidden_size * rank[:2])
+        sent = layout.add_messages(hidden, HEAD_MESSAGE_BYTES * tokens)
+        links = self.links or Links.make_uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
         costs = MicroBatchCosts(
-            forward_ns=overhead_ns + self._compute_ns(forward, taxed=True),
-            backward_ns=overhead_ns + self._compute_ns(2 * forward + again, taxed=True),
-            weight_ns=self._compute_ns(np.where(full, 0, products - in_chunks * head)),
-            stored_bytes=self._as_measured(on_stages.stored_bytes, has_head * head_bytes, full),
-            working_bytes=np.maximum(on_stages.working_bytes, has_head * head_working) + self.states.buffers[:, None],
+            forward_ns=overhead_ns + self._compute_ns(flops[0], taxed=True),
+            backward_ns=overhead_ns + self._compute_ns(flops[1], taxed=True),
+            weight_ns=self._compute_ns(flops[2]),
+            stored_bytes=self._as_measured(on_stages[3], head[3], full),
+            working_bytes=np.maximum(on_stages[4], head[4]) + self.states.buffers[:, None],
             transfer_ns=links.transfer_ns(topology, sent),
             transfer_bytes=sent,
             static_bytes=self.states.device.total,
         )
         if width > 1 and not self.has_decoder:
-            costs = self._with_exchanges(costs, group[0], recompute, on_stages.num_attentions)
+            costs = self._with_exchanges(costs, group[0], recompute)
         costs = costs.keep_inputs(recompute == "stage")
         if features.pieces is not None:
-            costs = self._with_pieces(costs, features.pieces, recompute, on_stages.num_attentions)
+            costs = self._with_pieces(costs, features.pieces, recompute)
         return costs.refuse(self._find_refused(features))
 
-    def _lay_on_stages(self, group: IntArray, rank: IntArray, full: BoolArray, selective: BoolArray) -> _StageSums:
-        products, attention, stored, working = np.zeros((4, self.num_stages, group.shape[1]), np.int64)
-        halves, num_attentions, num_decoder = np.zeros((3, self.num_stages, 1), np.int64)
-        for layers in _list_layers(self.architecture, self.topology):
-            one, count = self._price_layer(layers, group, rank), layers.counts
-            stored_bytes = np.where(full, one.input_bytes, one.inner_bytes + np.where(selective, 0, one.score_bytes))
-            running = one.inner_bytes + one.score_bytes - stored_bytes + one.widest_bytes
-            products += count * one.products
-            attention += count * one.attention
-            stored += count * stored_bytes
-            working = np.maximum(working, np.where(count > 0, running, 0))
-            halves += count * (2 if layers.part == "layer" else 1)
-            num_attentions += count * (layers.part != "mlp")
-            num_decoder += count * layers.is_decoder
-        values = self.activation_bytes_per_value * self.architecture.hidden_size  # of one position
-        stored += (num_decoder > 0) * self._split(values * rank[0])
-        if self.has_decoder and self.split_backward and self.sequence_parallel:
-            gathered = 4 * (halves // 2 - num_decoder) * rank[0] + num_decoder * (6 * rank[1] + rank[0])
-            stored += np.where(full, 0, values * gathered - values * gathered // self.topology.tp)
-        return _StageSums(products, attention, stored, working, halves, num_attentions, num_decoder)
+    def _price_layer(self, layers: CountedLayers, group: IntArray, rank: IntArray, recompute: Kinds) -> IntArray:
+        """Return the FLOPs of F, B and W in one layer, or in a half of it, and the bytes on one rank that it stores and
+        that it needs while it runs, (5, M): for a context-parallel group's positions and for one rank's.
 
-    def _price_layer(self, layers: _Layers, group: IntArray, rank: IntArray) -> _LayerPrice:
-        """Price one layer, or a half of it, for a context-parallel group's positions and for one rank's."""
-        kind, tp, values = layers.kind, self.topology.tp, self.activation_bytes_per_value
-        h, side, of_attention = kind.hidden_size, int(layers.is_decoder), layers.part != "mlp"
+        A layer stores its input; without full recomputation inner values in its place; without any the scores, too.
+        """
+        kind, tp, values = layers.model, self.topology.tp, self.activation_bytes_per_value
+        h, is_decoder, of_attention = kind.hidden_size, layers.kind == "decoder", layers.kind != "mlp"
+        side = int(is_decoder)
+        full, selective = recompute == "full", recompute == "selective"
         group_squares, tokens, squares = group[2 + side], rank[side], rank[2 + side]
         skips_masked = self.flash and not self.has_decoder
         # The softmax, and with dropout its mask and its output; of fused kernels one fp32 sum per head and position.
@@ -434,29 +350,39 @@ class AnalyticCosts(CostModel):
         scores = of_attention * (4 * kind.num_heads // tp * tokens if skips_masked else a_score * squares)
         routed = self._count_routed(kind, tokens)
         inner = self._count_inner_bytes(layers, tokens, routed)
-        if layers.is_decoder:  # attention to the encoder's output
+        if is_decoder:  # attention to the encoder's output
             group_squares = group_squares + group[4]
             inner = inner + self._split((2 + self.dropout) * values * h * tokens)
             inner = inner + values * kind.query_size // tp * (2 * tokens + 2 * rank[0])
             scores = scores + a_score * rank[4]
         attended = (1 if skips_masked else 2) * (kind.query_size + kind.attended_size)
-        if layers.part == "attention":
+        attention = of_attention * (attended * group_squares // tp)
+        if layers.kind == "attention":
             widest = max((kind.query_size + 2 * kind.kv_size) // tp, h) * tokens
         else:
             widest = max(kind.fc1_size // tp, h) * routed
-        return _LayerPrice(
-            products=self._count_products(layers, group, rank),
-            attention=of_attention * (attended * group_squares // tp),
-            input_bytes=self._split(values * h * tokens),
-            inner_bytes=inner,
-            score_bytes=scores,
-            widest_bytes=values * widest,
-        )
+        products = self._count_products(layers, group, rank)
+        stored = np.where(full, self._split(values * h * tokens), inner + np.where(selective, 0, scores))
+        again = full * products + (full | selective) * attention
+        forward = products + attention
+        running = inner + scores - stored + values * widest
+        return np.stack([forward, 2 * forward + again, np.where(full, 0, products), stored, running])
 
-    def _count_inner_bytes(self, layers: _Layers, tokens: IntArray, routed: IntArray) -> IntArray:
+    def _count_side_bytes(self, rank: IntArray, full: BoolArray) -> IntArray:
+        """Return what stages of an encoder-decoder hold in addition, shape (S, M): the encoder's output for all layers
+        of a decoder, and what is gathered for layers' products until W."""
+        num_encoder, num_decoder = self.layout.counts["encoder"], self.layout.counts["decoder"]
+        values = self.activation_bytes_per_value * self.architecture.hidden_size
+        held: IntArray = (num_decoder > 0) * self._split(values * rank[0])
+        if self.has_decoder and self.split_backward and self.sequence_parallel:
+            gathered = values * (4 * num_encoder * rank[0] + num_decoder * (6 * rank[1] + rank[0]))
+            held = held + np.where(full, 0, gathered - gathered // self.topology.tp)
+        return held
+
+    def _count_inner_bytes(self, layers: CountedLayers, tokens: IntArray, routed: IntArray) -> IntArray:
         """Return what one layer, or a half of it, keeps of its self-attention and MLP, without the scores."""
-        kind, tp, values, h = layers.kind, self.topology.tp, self.activation_bytes_per_value, layers.kind.hidden_size
-        of_attention, of_mlp = layers.part != "mlp", layers.part != "attention"
+        kind, tp, values, h = layers.model, self.topology.tp, self.activation_bytes_per_value, layers.model.hidden_size
+        of_attention, of_mlp = layers.kind != "mlp", layers.kind != "attention"
         inputs = {"pre": 2, "post": 2, "both": 3}[kind.norm_placement]  # of either half: norms, qkv or fc1
         copied = (of_attention + of_mlp) * (inputs * values * h + self.dropout * self._mask_bytes * h)
         if kind.shared_expert_gate and of_mlp:  # its output and the gated one's factor
@@ -480,36 +406,33 @@ class AnalyticCosts(CostModel):
             inner = np.maximum(inner, 2 * values * h * (of_attention * tokens + of_mlp * routed) + divided)
         return inner
 
-    def _count_products(self, layers: _Layers, group: IntArray, rank: IntArray) -> IntArray:
+    def _count_products(self, layers: CountedLayers, group: IntArray, rank: IntArray) -> IntArray:
         """Return the FLOPs of the matrix products in one layer, or in a half of it."""
-        kind, tp, tokens = layers.kind, self.topology.tp, group[int(layers.is_decoder)]
-        products: IntArray = 2 * ((layers.part != "mlp") * (kind.attention_parameters // tp) * tokens)
-        if layers.part != "attention":
+        kind, tp, tokens = layers.model, self.topology.tp, group[int(layers.kind == "decoder")]
+        products: IntArray = 2 * ((layers.kind != "mlp") * (kind.attention_parameters // tp) * tokens)
+        if layers.kind != "attention":
             counted, times = (rank[0], self._width) if self.capacity_factor else (tokens, 1)
             routed = times * self._count_routed(kind, counted)
             products = products + 2 * (kind.mlp_parameters // tp * routed) + 2 * kind.shared_parameters // tp * tokens
             routers = kind.num_experts + int(kind.shared_expert_gate)
             products = products + self._split(2 * kind.hidden_size * routers * tokens)
-        if layers.is_decoder:  # queries and outputs, keys and values of attention to the encoder's output
+        if layers.kind == "decoder":  # queries and outputs, keys and values of attention to the encoder's output
             products = products + 4 * kind.hidden_size * kind.query_size // tp * (group[0] + group[1])
         return products
 
-    def _with_pieces(
-        self, costs: MicroBatchCosts, positions: PiecePositions, recompute: Kinds, layers: IntArray
-    ) -> MicroBatchCosts:
+    def _with_pieces(self, costs: MicroBatchCosts, positions: PiecePositions, recompute: Kinds) -> MicroBatchCosts:
         """Add what the pieces of a sample, all among these micro-batches, keep for one another in every layer.
 
         Its keys and values are in a buffer from the first piece's F to its B, which is the last. So are the fp32 sums
         of the gradients that pieces give to the positions before them. A layer then keeps no others, and has
         gradients of all positions so far while it runs.
         """
-        values = self.activation_bytes_per_value
+        values, layers = self.activation_bytes_per_value, self.layout.attentions
         a_position = 2 * self.architecture.kv_size_on(self.topology.tp)  # values per layer
         kept_values = a_position if self._width == 1 else self._block.kept_values
-        own = positions.own // self._width
-        copied = 0 if self._width == 1 else np.floor(self._block.copied_values * positions.own).astype(np.int64)
+        copied = np.floor(self._block.copied_values * positions.own).astype(np.int64)
+        in_buffers = values * (a_position * (positions.own // self._width) + copied)
         keeps_own = (recompute == "none") | (recompute == "selective")
-        in_buffers = values * (a_position * own + copied)
         stored = kept_values * positions.count_kept_bytes(values) - keeps_own * in_buffers
         again = (recompute == "stage") * in_buffers
         gradients = kept_values * values * positions.joined
@@ -537,26 +460,23 @@ class AnalyticCosts(CostModel):
         """Whether inputs and output gradients of matrix products are kept until W."""
         return self.split_backward and not self.has_decoder
 
-    def _with_exchanges(
-        self, costs: MicroBatchCosts, tokens: IntArray, recompute: Kinds, layers: IntArray
-    ) -> MicroBatchCosts:
+    def _with_exchanges(self, costs: MicroBatchCosts, tokens: IntArray, recompute: Kinds) -> MicroBatchCosts:
         """Add what attention exchanges within a context-parallel group, and holds for that."""
-        block, values = self._block, self.activation_bytes_per_value
+        block, values, layers = self._block, self.activation_bytes_per_value, self.layout.attentions
         copied = np.ceil(values * block.copied_values * tokens).astype(np.int64)
-        keeps = (recompute == "none") | (recompute == "selective")
+        again = (recompute == "full") | (recompute == "selective")  # of a stage: see keep_inputs
         gathered = (2 * values * block.kept_values if block.gather_ranks > 1 else 0) * tokens
-        forward_ns = backward_ns = np.zeros_like(costs.forward_ns)
+        exchange_ns = np.zeros_like(costs.forward_ns)
         if self.links is not None:
             link = self.links.find_group_link(self.topology.tp, self._width)
-            forward_ns = np.rint(layers * block.exchange_ns(tokens, values, link)).astype(np.int64)
-            again = (recompute == "full") | (recompute == "selective")  # of a stage: see keep_inputs
-            backward_ns = forward_ns * (1 + again)
+            exchange_ns = np.rint(layers * block.exchange_ns(tokens, values, link)).astype(np.int64)
         return replace(
             costs,
-            forward_ns=costs.forward_ns + forward_ns,
-            backward_ns=costs.backward_ns + backward_ns,
-            stored_bytes=costs.stored_bytes + layers * (keeps | (recompute == "stage")) * copied,
-            working_bytes=costs.working_bytes + (layers > 0) * (~keeps * copied + gathered),
+            forward_ns=costs.forward_ns + exchange_ns,
+            backward_ns=costs.backward_ns + exchange_ns * (1 + again),
+            stored_bytes=costs.stored_bytes + layers * (recompute != "full") * copied,
+            working_bytes=costs.working_bytes
+            + (layers > 0) * (((recompute == "full") | (recompute == "stage")) * copied + gathered),
         )
 
     def _as_measured(self, layer_bytes: IntArray, head_bytes: IntArray, is_full: BoolArray) -> IntArray:
@@ -568,18 +488,22 @@ class AnalyticCosts(CostModel):
         of_head = scale_bytes(head_bytes, factors.head_bytes_factor)
         return np.asarray(of_layers + of_head)
 
-    def _count_head_bytes(self, tokens: IntArray, in_chunks: BoolArray) -> tuple[IntArray, IntArray]:
-        """Return what the final norm and the head of every stage keep of a rank's tokens, and need while they run."""
-        heads, values, h = self.topology.head_stages, self.activation_bytes_per_value, self.architecture.hidden_size
+    def _price_head(self, group: IntArray, tokens: IntArray, in_chunks: BoolArray, full: BoolArray) -> IntArray:
+        """Return, as `_price_layer`, what a stage's part of the head and the final norm costs, (5, S, M): for a group's
+        positions and for a rank's tokens."""
+        a, heads, values = self.architecture, self.topology.head_stages, self.activation_bytes_per_value
+        h, num_tokens = a.hidden_size, group[int(self.has_decoder)]
+        products = 2 * a.vocab_size * h // self.topology.tp // len(heads) * num_tokens
         logits, (kept_in_chunks, working_in_chunks) = tokens * self._head_columns, self.count_chunked_head_bytes(tokens)
         num_inputs = 1 + (np.arange(self.num_stages)[:, None] == heads.start)  # the norm's and the head's
-        kept_bytes: IntArray = num_inputs * self._split(values * h * tokens)
-        kept_bytes = kept_bytes + np.where(in_chunks, kept_in_chunks, 4 * logits)
+        stored = num_inputs * self._split(values * h * tokens) + np.where(in_chunks, kept_in_chunks, 4 * logits)
         if len(heads) > 1:
-            kept_bytes = kept_bytes + 2 * HEAD_MESSAGE_BYTES * tokens
+            stored = stored + 2 * HEAD_MESSAGE_BYTES * tokens
         if self._defers:
-            kept_bytes = np.where(in_chunks, kept_bytes, np.maximum(kept_bytes, values * (h * tokens + logits)))
-        return kept_bytes, np.where(in_chunks, working_in_chunks, values * logits)
+            stored = np.where(in_chunks, stored, np.maximum(stored, values * (h * tokens + logits)))
+        working = np.where(in_chunks, working_in_chunks, values * logits)
+        rows = products, (2 + in_chunks) * products, np.where(full | in_chunks, 0, products), stored, working
+        return np.stack([np.broadcast_to(row, stored.shape) for row in rows])
 
     @property
     def _head_columns(self) -> int:

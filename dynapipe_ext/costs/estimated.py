@@ -10,17 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, Layout, MicroBatch
-from dynapipe_ext.batch.topology import Offload, ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import Offload, ReplicaCollectives, Topology, require_whole_layers
 from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.features import Features, split_kinds
+from dynapipe_ext.costs.layers import list_layers
 from dynapipe_ext.costs.links import Link
 from dynapipe_ext.costs.model import CostCapabilities, CostModel, IntArray, MicroBatchCosts, fingerprint
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, States, count_states
 from dynapipe_ext.costs.unfused import PlainLayers, counts_plain_layers
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
+from dynapipe_ext.models.architecture import Architecture
 
 LAYER_OVERHEAD_NS = 20_000  # of a forward or a backward of one layer: kernel launches, norms, residuals
 
@@ -116,8 +117,7 @@ class EstimatedCosts(CostModel):
     @property
     def layers_per_stage(self) -> IntArray:
         """Layers of both sides, shape (S,)."""
-        counts: IntArray = self.base.stage_layers.sum(axis=1)
-        return counts
+        return np.array(list(map(sum, self.base.layout.pairs)), np.int64)
 
     def join_stages(self, of_stages: npt.NDArray[Any], join: np.ufunc = np.add) -> npt.NDArray[Any]:
         """Join the values of each pipeline rank's stages, along the first axis."""
@@ -164,11 +164,11 @@ class EstimatedCosts(CostModel):
         self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]
     ) -> tuple[IntArray, IntArray]:
         """Return the times that tensor and expert parallel collectives add to F and B, of `enc` and `dec` positions."""
-        layers, a, tp, ep = self.base.stage_layers, self.base.architecture, self.topology.tp, self.strategy.ep
-        num_enc, num_dec = layers[:, :1], layers[:, 1:]
+        a, counts, tp, ep = self.base.architecture, self.base.layout.counts, self.topology.tp, self.strategy.ep
+        num_enc, num_dec = counts["encoder"], counts["decoder"]
         value_bytes = self.base.activation_bytes_per_value
         a_token = value_bytes * a.hidden_size
-        forward = backward = np.zeros((len(layers), len(enc)))
+        forward = backward = np.zeros((self.num_stages, len(enc)))
         if tp > 1:
             link = self.cluster.group_link(1, tp)
             cross = num_dec * _time_ring(link, tp, 3 * dec * a_token, times=2, count=3)
@@ -180,18 +180,11 @@ class EstimatedCosts(CostModel):
         if ep > 1 and a.num_experts:
             link = self.cluster.group_link(tp * self.strategy.cp, ep)
             rows = a.top_k * enc / (tp if self.strategy.sequence_parallel else 1)
-            exchange = 2 * self._num_mixtures * _time_ring(link, ep, rows * a_token)
+            mixtures = sum(one.counts for one in list_layers(a, self.base.topology) if one.model.num_experts)
+            exchange = 2 * mixtures * _time_ring(link, ep, rows * a_token)
             forward, backward = forward + exchange, backward + exchange
         backward = backward + np.where(again, forward, 0)
         return np.rint(forward).astype(np.int64), np.rint(backward).astype(np.int64)
-
-    @property
-    def _num_mixtures(self) -> IntArray:
-        """Layers of experts on every stage, shape (S, 1)."""
-        kinds = kinds_of_stages(self.base.architecture, self.base.stage_layers[:, 0].tolist())
-        counts: IntArray = np.array([own for kind, own in kinds if kind.num_experts], np.int64)
-        per_stage: IntArray = counts.sum(axis=0, keepdims=True).T
-        return per_stage
 
     def _time_replicas(self) -> tuple[IntArray, IntArray]:
         """Return each stage's times of gathering weights and of scattering gradients, shape (S, 1)."""
@@ -240,6 +233,7 @@ def estimate_costs(
     """Return the costs under a strategy. Raises ConfigError for sizes that do not divide over it."""
     topology = strategy.weight_topology
     tp = topology.tp
+    require_whole_layers(topology.layers_per_stage, "an estimate")
     held = count_states(
         architecture.padded(tp),
         topology,

@@ -50,7 +50,7 @@ def make_points(table: CostTable, stage_ranks: tuple[int, ...], split: bool, lea
     distinct = list(dict.fromkeys(works))  # ranks with equal work share a table
     work = [PointTable.from_values(values[works.index(one)], shape[0]) for one in distinct]
     ends = [PointTable.from_values(of_end, shape[0]) for of_end in values[len(ranks) :]]
-    layers = table.stage_attentions()
+    layers = table.layout.attentions[:, 0]
     return TablePoints(
         rows=axes[0],
         axes=(axes[1], axes[2]),
@@ -88,12 +88,13 @@ def _list_running_bytes(
             values = 1e6 / table.topology.width * grid.interpolate(list(points[: len(grid.axes)]))[0]
             stored[kind], peak[kind] = (values[grid.columns.index(name)] for name in COLUMNS[2:])
     stages = []
-    for (num_encoder, num_decoder), halves in zip(table.stage_layers(), table.stage_halves(), strict=True):
+    for counts in zip(*(table.layout.counts[kind][:, 0].tolist() for kind in kinds), strict=True):
         held: FloatArray = 0 * points[0]
-        counts = [(kind, count) for kind, count in zip(kinds, (num_encoder, *halves), strict=False) if count]
-        for kind, count in counts:
+        counted = {kind: count for kind, count in zip(kinds, counts, strict=True) if count}
+        num_decoder = counted.pop("decoder", 0)
+        for kind, count in counted.items():
             held = held + count * stored[kind]
-        parts = [held - stored[kind] + peak[kind] for kind, _ in counts]
+        parts = [held - stored[kind] + peak[kind] for kind in counted]
         if num_decoder:
             parts.append(held + (num_decoder - 1) * stored["decoder"] + peak["decoder"])
         stages.append(parts)

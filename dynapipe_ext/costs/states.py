@@ -11,11 +11,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dynapipe_ext.batch.topology import OFFLOADS, ZERO_STAGES, Offload, Topology, require_whole_layers
+from dynapipe_ext.batch.topology import OFFLOADS, ZERO_STAGES, Offload, Topology
 from dynapipe_ext.batch.vocabulary_parallel import require_whole_vocabulary
 from dynapipe_ext.costs.grid import IntArray
+from dynapipe_ext.costs.layers import lay_out, list_layers
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
+from dynapipe_ext.models.architecture import Architecture
 
 StateRecipe = Literal["megatron", "mixed", "fp32", "deepspeed"]
 RECIPES: tuple[StateRecipe, ...] = get_args(StateRecipe)
@@ -116,12 +117,12 @@ def state_bytes(
     )
 
 
-def check_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topology:
-    """Return the topology with the model's layers on its stages. Raises ConfigError for sizes that do not divide."""
-    if a.num_decoder_layers:
-        raise ConfigError(f"a {a.family} model has a decoder side: count it by EncoderDecoderCosts")
-    sizes = {**a.divided_sizes, "vocab_size": a.vocab_size}
-    for name, size in sizes.items():
+def check_topology(a: Architecture, topology: Topology, ep: int = 1) -> None:
+    """Raise ConfigError for sizes that do not divide over the ranks, and for layers that do not fill the stages."""
+    if has_decoder := a.num_decoder_layers > 0:
+        require_whole_vocabulary(topology, "a model with a decoder side")
+    _ = lay_out(a.num_layers, a.total_layers, topology)
+    for name, size in (a.divided_sizes | ({} if has_decoder else {"vocab_size": a.vocab_size})).items():
         if size % topology.tp:
             raise ConfigError(f"{name} {size} does not divide over tp {topology.tp}: lower tp or pad it")
     if fault := a.groups_fault(topology.tp):
@@ -132,7 +133,6 @@ def check_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topology
             f"ep is {ep} but experts lie on replicas: it must be at least 1 and divide dp {topology.dp} and num_experts"
             f" {a.num_experts}, which must be above 0 for an ep above 1"
         )
-    return topology.with_layers(a.num_layers)
 
 
 def refuse_undivided_vocabulary(a: Architecture, topology: Topology) -> None:
@@ -188,54 +188,31 @@ def count_parameters(a: Architecture, topology: Topology, ep: int = 1) -> StageP
     >>> count_parameters(gpt2, Topology()).total.tolist()
     [124439808]
     """
-    if a.num_decoder_layers:
-        require_whole_vocabulary(topology, "a model with a decoder side")
-        require_whole_layers(topology.layers_per_stage, "an encoder-decoder")
-    else:
-        check_topology(a, topology, ep)
-    topology = topology.with_layers(a.total_layers)
-    common, experts, largest_unit = _count_layers(a, topology, ep)
-    embeddings, heads, ranks = topology.embedding_stages, topology.head_stages, topology.stage_ranks
-    with_embedding = {*embeddings}
-    if a.num_decoder_layers:
-        ends = np.cumsum(topology.layers_per_stage)
-        common[np.searchsorted(ends, a.num_layers)] += a.hidden_size  # the encoder's final norm
-        with_embedding |= {int(np.searchsorted(ends, a.num_layers, side="right"))}
-    with_copy = {*heads}
-    if a.tied_embeddings:
-        shares_weight = topology.vocabulary != "whole" or ranks[-1] == ranks[0]
-        with_copy = set() if shares_weight else {*heads} - with_embedding
-    for readers, holders, parts in ((with_embedding, with_embedding, embeddings), ({*heads}, with_copy, heads)):
-        part = a.vocab_size * a.hidden_size // topology.tp // len(parts)
+    check_topology(a, topology, ep)
+    layout, h = lay_out(a.num_layers, a.total_layers, topology), a.hidden_size
+    common, experts, largest_unit = np.zeros((3, topology.num_stages), np.int64)
+    for layers in list_layers(a, topology):
+        counts = layers.counts[:, 0]
+        attention = _count_attention_parameters(layers.model, topology.tp)
+        if layers.kind == "decoder":  # cross-attention and its norm
+            attention += h * (1 + 4 * a.query_size // topology.tp)
+        mlp, routed = _count_mlp_parameters(layers.model, topology.tp, ep)
+        common += counts * ((layers.kind != "mlp") * attention + (layers.kind != "attention") * mlp)
+        experts += counts * (layers.kind != "attention") * routed
+        unit = attention + mlp + (routed if topology.dp > ep else 0)
+        largest_unit = np.maximum(largest_unit, unit * (counts > 0))
+        if a.num_decoder_layers:
+            common += a.relative_buckets * a.num_heads * (counts > 0)
+    embeddings, heads = topology.embedding_stages, topology.head_stages
+    (with_embedding, with_head), (_, with_copy) = layout.find_holders(), layout.find_holders(tied=a.tied_embeddings)
+    for readers, holders, parts in ((with_embedding, with_embedding, embeddings), (with_head, with_copy, heads)):
+        part = a.vocab_size * h // topology.tp // len(parts)
         common[[*holders]] += part
         largest_unit[[*readers]] = np.maximum(largest_unit[[*readers]], part)
-    common[embeddings[-1]] += a.max_seq_len * a.hidden_size if a.position == "learned" else 0
-    common[heads[0]] += a.hidden_size * (2 if a.norm == "layernorm" else 1)
+    common[embeddings[-1]] += a.max_seq_len * h if a.position == "learned" else 0
+    common[heads[0]] += h * (2 if a.norm == "layernorm" else 1)
+    common[layout.encoder_end] += h if a.num_decoder_layers else 0  # a final norm of its own
     return StageParameters(common, experts, largest_unit)
-
-
-def _count_layers(a: Architecture, topology: Topology, ep: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Count the parameters of every stage's layers as `StageParameters` has them."""
-    common, experts, largest_unit = np.zeros((3, topology.num_stages), np.int64)
-    stages = topology.stage_layers
-    halves = ([s.attention for s in stages], [s.mlp for s in stages], [s.held for s in stages])
-    for (kind, attentions), (_, mlps), (_, held) in zip(*(kinds_of_ranges(a, of) for of in halves), strict=True):
-        attention, (mlp, routed) = (
-            _count_attention_parameters(kind, topology.tp),
-            _count_mlp_parameters(kind, topology.tp, ep),
-        )
-        common += attention * np.array(attentions) + mlp * np.array(mlps)
-        experts += routed * np.array(mlps)
-        unit = attention + mlp + (routed if topology.dp > ep else 0)
-        largest_unit = np.maximum(largest_unit, unit * (np.array(held) > 0))
-    if a.num_decoder_layers:
-        num_encoder = np.array(held)
-        num_decoder = np.array([len(stage.held) for stage in stages]) - num_encoder
-        layer = attention + mlp + a.hidden_size * (1 + 4 * a.query_size // topology.tp)  # cross-attention and its norm
-        biases = a.relative_buckets * a.num_heads
-        common += layer * num_decoder + biases * ((num_encoder > 0) * 1 + (num_decoder > 0))
-        largest_unit = np.maximum(largest_unit, layer * (num_decoder > 0))
-    return common, experts, largest_unit
 
 
 def _count_attention_parameters(a: Architecture, tp: int) -> int:

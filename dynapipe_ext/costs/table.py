@@ -38,15 +38,13 @@ from dynapipe_ext.costs.layers import (
     SLICED_HEAD,
     WEIGHT,
     LayerKind,
+    StageLayout,
     check_bytes,
     check_grids,
     count_parameters_by_stage,
-    count_stage_layers,
-    first_decoder_stage,
     lay_on_stages,
-    place_once_bytes,
+    lay_out,
     price_layer,
-    with_halves,
 )
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.measured_blocks import MeasuredBlock
@@ -183,7 +181,7 @@ class CostTable(CostModel):
     @property
     def facts(self) -> CostCapabilities:
         """Capabilities of the table. What replicas issue is unknown: only layers were measured."""
-        dtype, first = DTYPE_OF_WIDTH[self.value_bytes], first_decoder_stage(self.stage_layers())
+        dtype = DTYPE_OF_WIDTH[self.value_bytes]
         described = self.provenance.get("model")
         sizes = dict(described) if isinstance(described, Mapping) else {}
         sizes |= {"num_layers": self.num_layers, "num_decoder_layers": self.total_layers - self.num_layers}
@@ -191,7 +189,10 @@ class CostTable(CostModel):
             has_decoder=self.has_decoder,
             total_layers=self.total_layers,
             activation_format=ActivationFormat(
-                self.hidden_size, dtype, first_decoder_stage=first, first_head_stage=self.topology.first_head_stage
+                self.hidden_size,
+                dtype,
+                first_decoder_stage=self.layout.first_decoder_stage,
+                first_head_stage=self.topology.first_head_stage,
             ),
             prices_halves=self._prices_halves,
             prices_spread=not self.has_decoder,
@@ -222,21 +223,9 @@ class CostTable(CostModel):
         """Priced recomputation modes: the measured ones, and those with a chunked head if that was measured."""
         return self.recomputes + (with_sliced_head(self.recomputes) if SLICED_HEAD in self.grids else ())
 
-    def stage_layers(self) -> list[tuple[int, int]]:
-        """Return (encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless given."""
-        topology = self.topology if self.topology.vocabulary == "whole" else self.topology.with_layers(self.num_layers)
-        return count_stage_layers(self.num_layers, self.total_layers, self.num_stages, topology.layers_per_stage)
-
-    def stage_halves(self) -> list[tuple[int, int]]:
-        """Return the (attentions, MLPs) on every stage without the other half of their layer."""
-        if not self.topology.has_half_layers:
-            return [(0, 0)] * self.num_stages
-        return [(len(stage.attention_half), len(stage.mlp_half)) for stage in self.topology.stage_layers]
-
-    def stage_attentions(self) -> IntArray:
-        """Return the encoder layers of every stage whose attention it computes, shape (S,)."""
-        attentions: IntArray = np.array(self.stage_layers())[:, 0] + np.array(self.stage_halves())[:, 0]
-        return attentions
+    @property
+    def layout(self) -> StageLayout:
+        return lay_out(self.num_layers, self.total_layers, self.topology)
 
     def with_topology(self, topology: Topology | None) -> tuple[CostTable, Topology]:
         """Return the same measurements over other stages; the tensor-parallel degree is part of what was measured."""
@@ -312,7 +301,7 @@ class CostTable(CostModel):
         if self.pieces is None or features.pieces is None:
             return costs
         costs = self.pieces.add(
-            costs, features, self.stage_attentions(), self.value_bytes, block=self._block, tax=self._tax
+            costs, features, self.layout.attentions[:, 0], self.value_bytes, block=self._block, tax=self._tax
         )
         return costs.refuse(~in_table)
 
@@ -357,10 +346,8 @@ class CostTable(CostModel):
                 ms_and_mb[:, :, own], in_table[own] = of_kind
         if "B" not in self.working_in:  # of stages that are recomputed whole that is what they need most
             in_table = in_table & ~again
-        decoded = np.cumsum([num_decoder for _, num_decoder in self.stage_layers()])[:-1, None] > 0
-        sends_sums = np.arange(self.num_stages - 1)[:, None] >= self.topology.head_stages.start
-        bytes_sent = (tokens[0] + decoded * tokens[1]) * (self.value_bytes * self.hidden_size)
-        bytes_sent = (bytes_sent + sends_sums * HEAD_MESSAGE_BYTES * tokens[0]) / self.topology.width
+        hidden = tokens * (self.value_bytes * self.hidden_size)
+        bytes_sent = self.layout.add_messages(hidden, HEAD_MESSAGE_BYTES * tokens[0]) / self.topology.width
         sent = np.rint(bytes_sent).astype(np.int64)
         if self.links:
             transfer = self.links.transfer_ns(self.topology, sent)
@@ -390,7 +377,7 @@ class CostTable(CostModel):
         link = Link(round(self.comm_latency_us * 1e3), self.comm_gbps * 1e9 / 8)
         if self.links:
             link = self.links.find_group_link(self.topology.tp, width)
-        layers = self.stage_attentions()[:, None]
+        layers = self.layout.attentions
         forward = layers * block.exchange_ns(tokens, self.value_bytes, link, self.blocks.get(width)) * 1e-6
         backward = forward * (1 + (recompute_of_layers(recompute) != "none"))
         gathered = 2 * self.value_bytes * block.kept_values * (block.gather_ranks > 1) * 1e-6 * tokens
@@ -419,7 +406,8 @@ class CostTable(CostModel):
         head, stages = prices["postprocess"], slice(heads.start, None)
         if len(heads) > 1:
             prices["postprocess"] = np.zeros_like(head)
-        total = lay_on_stages(prices, self.stage_layers(), self.stage_halves())
+        layout = self.layout
+        total = lay_on_stages(prices, layout.counts)
         if len(heads) > 1 and head_grid:
             # A part takes as much of the head's time and memory as it has of the vocabulary. All of the head's input
             # comes on top, and what a message brings with it, which a stage keeps with its own.
@@ -430,15 +418,16 @@ class CostTable(CostModel):
         if head_grid and HEAD_PEAK in head_grid.columns:
             total[4, stages] = np.maximum(total[4, stages], total[3, stages] + head[4] - head[3])
         if self.once_bytes:
-            held = with_halves(self.stage_layers(), self.stage_halves())
-            total[3:] += place_once_bytes(held, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
+            once = self.once_bytes.get("decoder", 0.0) * (layout.counts["decoder"] > 0)
+            once[layout.encoder_end] += self.once_bytes.get("encoder", 0.0)
+            total[3:] += once * 1e-6 * shapes[0] * shapes[1]
         return total, in_table
 
     def count_static_bytes(self) -> IntArray:
         """Return weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes
         x (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1."""
         here, sharded = self.state_parts
-        total = count_parameters_by_stage(self.stage_layers(), self.parameter_bytes, self.stage_halves(), self.topology)
+        total = count_parameters_by_stage(self.layout, self.parameter_bytes)
         return np.rint(total * (here + sharded / self.topology.dp)).astype(np.int64)
 
     def to_json(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class PlainLayers:
         tokens, positions, pieces = features.positions[0], features.shapes[1], features.pieces
         recompute, is_chunked = split_kinds(features.recompute)
         is_chunked, is_full = self.base.needs_chunks(is_chunked, tokens), recompute == "full"
-        layers = self.base.stage_layers[:, :1]
+        layers = self.base.layout.counts["encoder"]
         stages = np.arange(len(layers))[:, None]
         is_first, is_last = stages == 0, stages == len(layers) - 1
         tied = a.tied_embeddings and len(layers) == 1

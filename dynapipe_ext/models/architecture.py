@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, Literal, get_args
 
 from dynapipe_ext.errors import ConfigError, check_integer, settle_field_types, short
@@ -527,15 +526,6 @@ def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, Sequenc
     layers = range(a.num_layers)
     kinds = [(dense, [i for i in layers if not a.has_experts(i)]), (experts, [i for i in layers if a.has_experts(i)])]
     return tuple((kind, tuple(own)) for kind, own in kinds)
-
-
-def kinds_of_stages(
-    architecture: Architecture, layers_per_stage: Sequence[int]
-) -> list[tuple[Architecture, tuple[int, ...]]]:
-    """Each kind of layer, with the number of such layers on every stage."""
-    ends = list(accumulate(layers_per_stage))
-    stages = [range(end - count, end) for end, count in zip(ends, layers_per_stage, strict=True)]
-    return kinds_of_ranges(architecture, stages)
 
 
 def kinds_of_ranges(architecture: Architecture, stages: Sequence[range]) -> list[tuple[Architecture, tuple[int, ...]]]:

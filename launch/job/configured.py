@@ -33,7 +33,7 @@ from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, require_wh
 from dynapipe_ext.costs.adapters import price_adapters, with_idle_weights
 from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.layers import count_stage_layers, first_decoder_stage
+from dynapipe_ext.costs.layers import lay_out
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, state_bytes
 from dynapipe_ext.data.batches import GlobalBatches, GlobalBatchRule
@@ -530,14 +530,13 @@ def configured_format(config: TrainConfig) -> ActivationFormat:
     """What ranks of the configured model send to one another."""
     m, topology = config.model, topology_of(config)
     shards = topology.tp if config.topology.sequence_parallel else 1
-    layers = count_stage_layers(m.num_layers, m.total_layers, topology.num_stages, topology.layers_per_stage)
     order: Literal["sbh", "bsh"] = "bsh" if m.uses_transformers else "sbh"
     return ActivationFormat(
         m.hidden_size,
         m.dtype,
         order=order,
         sequence_shards=shards,
-        first_decoder_stage=first_decoder_stage(layers),
+        first_decoder_stage=lay_out(m.num_layers, m.total_layers, topology).first_decoder_stage,
         first_head_stage=topology.first_head_stage,
     )
 

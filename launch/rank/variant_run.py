@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.costs.layers import list_reading_stages
+from dynapipe_ext.costs.layers import lay_out
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.data.sample_selection import describe_samples, weighted_files
@@ -209,6 +209,7 @@ def _loader_of(context: RankContext, config: TrainConfig) -> Callable[..., DynaP
     """A function that makes a loader of this rank from a data set and a planner."""
     topology, architecture = topology_of(config), architecture_of(config, context.job.data.whole.vocab_size)
     me, rule = topology.coordinates(context.rank), training_rule(config)
+    embeddings, heads = lay_out(architecture.num_layers, architecture.total_layers, topology).find_holders()
     return partial(
         DynaPipeDataLoader,
         batch_size=rule.batch_size,
@@ -217,7 +218,7 @@ def _loader_of(context: RankContext, config: TrainConfig) -> Callable[..., DynaP
         seed=rule.seed,
         coordinates=me,
         pin_memory=context.device.type == "cuda",
-        needs_data=not set(topology.stages_of(me.pp_rank)).isdisjoint(list_reading_stages(architecture, topology)),
+        needs_data=not (embeddings | heads).isdisjoint(topology.stages_of(me.pp_rank)),
     )
 
 

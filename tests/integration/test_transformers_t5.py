@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.batch.topology import ActivationFormat, Topology, place_stages
 from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.costs.layers import count_stage_layers, first_decoder_stage
+from dynapipe_ext.costs.layers import lay_out
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.pairs import PairDataset
@@ -71,8 +71,7 @@ def t5(variant: str, **changes: Any) -> Any:
 
 
 def format_of(topology: Topology) -> ActivationFormat:
-    layers = count_stage_layers(3, 5, topology.num_stages, topology.layers_per_stage)
-    return ActivationFormat(HIDDEN, order="bsh", first_decoder_stage=first_decoder_stage(layers))
+    return ActivationFormat(HIDDEN, order="bsh", first_decoder_stage=lay_out(3, 5, topology).first_decoder_stage)
 
 
 def plans_of(topology: Topology, *, split: bool = False, **options: Any) -> Any:

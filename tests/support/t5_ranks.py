@@ -14,7 +14,7 @@ import torch
 
 from dynapipe_ext.batch.micro_batches import Layout, LossNorm, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
-from dynapipe_ext.costs.layers import first_decoder_stage, stage_layers
+from dynapipe_ext.costs.layers import lay_out
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.pairs import PairSample, collate_pairs
 from dynapipe_ext.executor.stages.megatron.model import (
@@ -158,7 +158,7 @@ def pair_step_plan(case: PairCase) -> StepPlan:
 
 def pair_format(case: PairCase, architecture: Architecture) -> ActivationFormat:
     shards = case.topology.tp if case.sequence_parallel else 1
-    first = first_decoder_stage(stage_layers(architecture, case.topology))
+    first = lay_out(architecture.num_layers, architecture.total_layers, case.topology).first_decoder_stage
     return ActivationFormat(architecture.hidden_size, sequence_shards=shards, first_decoder_stage=first)
 
 

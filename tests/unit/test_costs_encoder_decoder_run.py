@@ -36,6 +36,8 @@ def test_costs_cross_as_json_and_go_over_other_topologies() -> None:
     assert moved.facts.activation_format == ActivationFormat(64, "bfloat16", first_decoder_stage=0)
     with pytest.raises(ConfigError, match="8 layers cannot fill 9 stages"):
         COSTS.with_topology(Topology(pp=9))
+    with pytest.raises(ConfigError, match="ep is 2 but experts lie on replicas"):
+        replace(COSTS, ep=2, topology=Topology(pp=4, dp=2))
 
 
 def test_shapes_cost_what_micro_batches_of_them_do_and_never_without_a_decoder_side() -> None:

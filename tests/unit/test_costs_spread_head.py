@@ -15,7 +15,7 @@ from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
 from dynapipe_ext.costs.adapters import price_adapters
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
-from dynapipe_ext.costs.layers import list_reading_stages
+from dynapipe_ext.costs.layers import lay_out
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.costs.table import CostTable
@@ -186,7 +186,7 @@ def test_facts_say_where_messages_hold_more(tmp_path: Path) -> None:
             assert form is not None
             assert form.first_head_stage == first
             assert model.facts.prices_spread
-    assert list_reading_stages(MODEL, HEAD) == (0, 0, 2, 3, 4)
+    assert lay_out(MODEL.num_layers, MODEL.total_layers, HEAD).find_holders() == ({0}, {2, 3, 4})
     assert AnalyticCosts.from_json(counted(HEAD).to_json()) == counted(HEAD)
 
 

@@ -161,7 +161,7 @@ def test_micro_batches_cost_what_their_shapes_cost(tmp_path: Path) -> None:
 def test_decoder_positions_cross_only_boundaries_after_the_first_decoder_layer(tmp_path: Path) -> None:
     table = replace(t5(tmp_path), comm_gbps=16.0, comm_latency_us=5.0)
     costs = table.evaluate([MicroBatch((SampleLength(0, 100, 30),), recompute="full")])
-    assert table.stage_layers() == [(3, 0), (2, 0), (0, 3), (0, 2)]
+    assert table.layout.pairs == [(3, 0), (2, 0), (0, 3), (0, 2)]
     assert costs.transfer_bytes[:, 0].tolist() == [100 * HIDDEN * 2, 100 * HIDDEN * 2, 130 * HIDDEN * 2]
     assert costs.transfer_ns[:, 0].tolist() == [5000 + 100 * HIDDEN, 5000 + 100 * HIDDEN, 5000 + 130 * HIDDEN]
 
@@ -197,13 +197,13 @@ def test_stages_have_the_sums_of_their_layers_and_the_peak_of_the_last_one(tmp_p
     shapes = np.stack([rng.uniform(0, 10, 4000), rng.uniform(0, 300, 4000), rng.uniform(0, 300, 4000)])
     shapes[:, :1000] = np.round(shapes[:, :1000] / 8) * 8  # on the axes' points, too
     for table in (make(tmp_path), make(tmp_path, topology=Topology(tp=2, pp=2))):
-        layout = table.stage_layers()
+        layout = table.layout.pairs
         for recompute in LAYER_RECOMPUTES:
             grids = [table.grids.get((recompute, kind)) for kind in KINDS]
             axes = ([0, 1], [0, 1, 2], [0, 2] if table.has_decoder else [0, 1])
             e, d, head = (layer_at(grid, shapes[axis]) for grid, axis in zip(grids, axes, strict=True))
             prices = {"encoder": e, "decoder": d, "postprocess": head}
-            total = lay_on_stages(prices, layout, table.stage_halves())
+            total = lay_on_stages(prices, table.layout.counts)
             for stage, (encoders, decoders) in enumerate(layout):
                 expected = encoders * e[:4] + decoders * d[:4]
                 if stage == len(layout) - 1:
@@ -226,10 +226,11 @@ def test_halves_add_their_times_and_bytes_and_each_works_beside_all_that_is_stor
     halves = [replace(weighed, values=0.4 * weighed.values, share_of_bytes=share), replace(grid, share_of_bytes=share)]
     none = np.zeros((5, 2000))
     prices = {"encoder": layer_at(grid, shapes[:2]), "decoder": none, "postprocess": none}
-    layout, added_halves = [(1, 0), (2, 0), (0, 0)], [(1, 0), (0, 0), (0, 1)]
-    total = lay_on_stages(prices, layout, [(0, 0)] * 3)
+    counts = {"encoder": np.array([[1], [2], [0]]), "decoder": np.array([[0]] * 3)}
+    counts |= {"attention": counts["decoder"], "mlp": counts["decoder"]}
+    total = lay_on_stages(prices, counts)
     prices |= {kind: layer_at(half, shapes[:2]) for kind, half in zip(("attention", "mlp"), halves, strict=True)}
-    found = lay_on_stages(prices, layout, added_halves)
+    found = lay_on_stages(prices, counts | {"attention": np.array([[1], [0], [0]]), "mlp": np.array([[0], [0], [1]])})
     assert np.allclose(found[:, 1], total[:, 1], rtol=1e-15)
     for stage, half in ((0, halves[0]), (2, halves[1])):
         added = layer_at(half, shapes[:2])
@@ -254,7 +255,7 @@ def test_w_takes_its_share_of_the_backward(tmp_path: Path) -> None:
 def test_uneven_layers_and_other_topologies_reuse_the_measurements(tmp_path: Path) -> None:
     table = gpt(tmp_path)
     uneven, _ = table.with_topology(Topology(tp=2, pp=2, layers_per_stage=(5, 2)))
-    assert uneven.stage_layers() == [(5, 0), (2, 0)]
+    assert uneven.layout.pairs == [(5, 0), (2, 0)]
     with pytest.raises(ConfigError, match=r"a link of 0\.0 Gbit/s"):
         replace(t5(tmp_path), comm_gbps=0.0)
     with pytest.raises(ConfigError, match="measured at tp 2, not 1"):

@@ -11,7 +11,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.layers import stage_layers
+from dynapipe_ext.costs.layers import lay_out
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, make_cost_table
 from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.costs.surface import Measured, ModelPart
@@ -204,7 +204,7 @@ def test_states_are_those_of_every_stage_of_unequal_sides(topology: Topology, ti
         0
     ]
     assert found.total_layers == 7
-    assert found.stage_layers() == stage_layers(shape, topology)
+    assert found.layout.pairs == lay_out(shape.num_layers, shape.total_layers, topology).pairs
     expected = count_parameters(shape, topology).total * 18
     assert found.count_static_bytes().tolist() == expected.tolist()
 

@@ -283,7 +283,7 @@ def _packed_bound_ns(
         return max(whole, *(least("chain", [need]) for need in set(needs)))
     pair = min(one.forward_ns.attended + one.backward_ns.attended for one in costs.pieces.by_recompute.values())
     pair /= costs.topology.width  # the ranks of a block share it
-    square_ns = {rank: sum(costs.stage_attentions()[s] for s in own) * pair / 2 for rank, own in ranks.items()}
+    square_ns = {rank: sum(costs.layout.attentions[own, 0]) * pair / 2 for rank, own in ranks.items()}
     whole = max(least(f"rank {rank}", needs, square_ns[rank]) / dp + edges[rank] for rank in ranks)
     return max(whole, *(least(f"rank {rank}", [need], square_ns[rank]) for rank in ranks for need in set(needs)))
 

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.layers import first_decoder_stage, stage_layers
+from dynapipe_ext.costs.layers import KINDS, lay_out
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.accumulator import ExactSums
@@ -56,12 +56,11 @@ def copy_holders(architecture: Architecture, topology: Topology) -> dict[str, tu
     Both sides read the embedding, and the last stage has it as a tied head; every stage with layers of a side has that
     side's relative biases.
     """
-    layers = stage_layers(architecture, topology)
-    last = len(layers) - 1
-    embedding = {0, first_decoder_stage(layers) or 0} | ({last} if architecture.tied_embeddings else set())
+    layout, last = lay_out(architecture.num_layers, architecture.total_layers, topology), topology.num_stages - 1
+    embedding = layout.find_holders()[0] | ({last} if architecture.tied_embeddings else set())
     sides = {
-        "encoder": {0} | {stage for stage, (count, _) in enumerate(layers) if count},
-        "decoder": {last} | {stage for stage, (_, count) in enumerate(layers) if count},
+        side: {end} | {stage for stage, layers in enumerate(layout.layers[side]) if layers}
+        for side, end in zip(KINDS[:2], (0, last), strict=True)
     }
     holders = {EMBEDDING: embedding} | {f"{side}_{_POSITIONS}": stages for side, stages in sides.items()}
     return {name: tuple(sorted(stages)) for name, stages in holders.items()}
@@ -83,11 +82,10 @@ class EncoderDecoderPart(OnePassLoss, LanguageModule):  # type: ignore[misc] # m
 
     def __init__(self, architecture: Architecture, topology: Topology, stage: int, config: Any) -> None:
         super().__init__(config=config)
-        a, layers, holders = architecture, stage_layers(architecture, topology), copy_holders(architecture, topology)
-        num_encoder, num_decoder = layers[stage]
-        last_encoder, last = max(s for s, (count, _) in enumerate(layers) if count), len(layers) - 1
-        self.pre_process, self.post_process = stage == 0, stage == last
-        self.starts_decoder = stage == first_decoder_stage(layers)
+        a, layout = architecture, lay_out(architecture.num_layers, architecture.total_layers, topology)
+        (num_encoder, num_decoder), holders = layout.pairs[stage], copy_holders(a, topology)
+        self.pre_process, self.post_process = stage == 0, stage == topology.num_stages - 1
+        self.starts_decoder = stage == layout.first_decoder_stage
         self.share_embeddings_and_output_weights = a.tied_embeddings
         self.num_embedding_ranks = len(embedding_ranks(a, topology))
         self.vp_stage = virtual_stage(topology, stage, config)
@@ -102,8 +100,8 @@ class EncoderDecoderPart(OnePassLoss, LanguageModule):  # type: ignore[misc] # m
         self.encoder = self.decoder = None
         if num_encoder or self.pre_process:
             self.encoder_relative_pos_emb = _positions(a, config, bidirectional=True)
-            own = _encoder_config(config, topology, [count for count, _ in layers])
-            self.encoder = self._block(_encoder_layer(), num_encoder, own, is_end=stage == last_encoder)
+            own = _encoder_config(config, topology, [count for count, _ in layout.pairs])
+            self.encoder = self._block(_encoder_layer(), num_encoder, own, is_end=stage == layout.encoder_end)
         if num_decoder or self.post_process:
             self.decoder_relative_pos_emb = _positions(a, config, bidirectional=False)
             self.decoder = self._block(_decoder_layer(), num_decoder, config, is_end=self.post_process)
@@ -335,7 +333,8 @@ def _masks(batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None, torc
 
 def decoder_layers(architecture: Architecture, topology: Topology) -> Topology:
     """The topology with the decoder's layers alone on its stages, of which some have none."""
-    return replace(topology, layers_per_stage=tuple(n for _, n in stage_layers(architecture, topology)))
+    layout = lay_out(architecture.num_layers, architecture.total_layers, topology)
+    return replace(topology, layers_per_stage=tuple(n for _, n in layout.pairs))
 
 
 def _encoder_config(config: Any, topology: Topology, layers_per_stage: Sequence[int]) -> Any:
