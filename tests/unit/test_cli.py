@@ -309,6 +309,17 @@ def _ended_writing_to(output: int, *words: str) -> tuple[int, str]:
 SHOWN = ("show-schedule", "gpipe", "--pp", "2", "--micro-batches", "2")
 
 
+def test_a_schedule_is_shown_without_the_code_that_lowers_and_proves() -> None:
+    script = f"""
+import sys
+from dynapipe_ext.launch import cli
+cli.main({SHOWN})
+print([name for name in ("instructions", "proof", "proven_step") if f"dynapipe_ext.executor.{{name}}" in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 @pytest.mark.parametrize("words", [("doctor", "--json"), SHOWN], ids=["JSON", "a table"])
 def test_a_reader_that_has_gone_is_no_traceback(words: tuple[str, ...]) -> None:
     read_end, write_end = os.pipe()

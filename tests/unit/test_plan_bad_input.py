@@ -191,7 +191,7 @@ def test_a_plan_without_a_peak_of_every_rank_is_not_shown(
     raw["replicas"][1]["predicted"]["peak_bytes"].pop()
     target.write_text(json.dumps(raw))
     capsys.readouterr()
-    assert "replica 1 has peak_bytes of 1 ranks but pp is 2" in refused(capsys, "--show", str(target))
+    assert f"{target}: replica 1 has peak_bytes of 1 ranks but pp is 2" in refused(capsys, "--show", str(target))
 
 
 def test_a_plan_that_cuts_samples_is_not_written(

@@ -62,6 +62,7 @@ class PlanFile:
     `forward_only`: it means to have no backwards.
     """
 
+    path: str
     topology: Topology
     replicas: tuple[ReplicaFile, ...]
     batch_bound_s: float | None
@@ -107,6 +108,7 @@ def read_plan_file(path: str | Path) -> PlanFile:
     placement = () if placements[0] == tuple(range(pp)) else placements[0]
     vocabulary = shape.one("vocabulary", str, "whole")
     return PlanFile(
+        path=str(path),
         topology=Topology(tp, pp, dp, layers, placement, width, cast(Vocabulary, vocabulary)),
         replicas=tuple(read),
         batch_bound_s=_seconds(root, "batch_bound_s") if "batch_bound_s" in data else None,

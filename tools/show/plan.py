@@ -6,25 +6,17 @@ read_plan_file ─► view_of_file┴► PlanView ─► summary_table, micro_ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dynapipe_ext.batch.micro_batches import (
-    Layout,
-    MicroBatch,
-    Piece,
-    SampleLength,
-    find_pieces,
-    sample_pieces,
-)
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Piece, SampleLength, find_pieces, sample_pieces
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError, PlanError, format_bytes
-from dynapipe_ext.executor.proven_step import ProvenStep
 from dynapipe_ext.schedules.actions import Action, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.bounds import Certificate, ReplicaBounds
 from dynapipe_ext.schedules.evaluation.simulate import validate
@@ -32,6 +24,9 @@ from dynapipe_ext.schedules.notation import draw, format_lines
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.check.plan_file import PlanFile, ReplicaFile, ShapeFile
 from dynapipe_ext.tools.console import percent
+
+if TYPE_CHECKING:  # show-schedule lowers and proves nothing
+    from dynapipe_ext.executor.proven_step import ProvenStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +85,8 @@ class PlanView:
     bubble_ratio: float | None = None
 
     @property
-    def micro_batches(self) -> Iterator[MicroBatchView]:
-        return (micro_batch for replica in self.replicas for micro_batch in replica.micro_batches)
+    def micro_batches(self) -> tuple[MicroBatchView, ...]:
+        return tuple(micro_batch for replica in self.replicas for micro_batch in replica.micro_batches)
 
     @property
     def makespan_s(self) -> float:
@@ -120,7 +115,7 @@ def of_proven_step(proven: ProvenStep, topology: Topology, *, planning_s: float 
         replicas.append(
             ReplicaView(
                 dp_rank=replica.dp_rank,
-                layout=_layout([m.layout for m in replica.micro_batches]),
+                layout=_layout(replica.micro_batches),
                 micro_batches=tuple(
                     _view_micro_batch(m, pieces.get(position), m.real_tokens)
                     for position, m in enumerate(replica.micro_batches)
@@ -144,12 +139,13 @@ def view_of_file(plan: PlanFile) -> PlanView:
         for name, each in (("peak_bytes", file.peak_bytes), ("in_flight_bytes", file.in_flight_bytes)):
             if len(each) != plan.topology.pp and (each or name == "peak_bytes"):
                 raise DataError(
-                    f"replica {dp_rank} has {name} of {len(each)} ranks but pp is {plan.topology.pp}: give one per rank"
+                    f"{plan.path}: replica {dp_rank} has {name} of {len(each)} ranks but pp is {plan.topology.pp}: give"
+                    " one per rank"
                 )
         replicas.append(
             ReplicaView(
                 dp_rank=dp_rank,
-                layout=_layout([shape.layout for shape in file.micro_batches]),
+                layout=_layout(file.micro_batches),
                 micro_batches=tuple(
                     _view_micro_batch(shape, pieces.get(m)) for m, shape in enumerate(file.micro_batches)
                 ),
@@ -170,7 +166,7 @@ def _view_micro_batch(m: MicroBatch | ShapeFile, piece: Piece | None, real_token
 def list_orders(plan: PlanFile) -> list[tuple[PipelineSchedule, dict[int, Piece]]]:
     """Return each replica's schedule, checked to run, with the pieces of cut samples in its micro-batches by position.
 
-    Raises PlanError naming the replica and what is at fault.
+    Raises PlanError naming the file, the replica and what is at fault.
     """
     orders = []
     for dp_rank, file in enumerate(plan.replicas):
@@ -179,7 +175,7 @@ def list_orders(plan: PlanFile) -> list[tuple[PipelineSchedule, dict[int, Piece]
             schedule = schedule_of_file(file, forward_only=plan.forward_only)
             validate(schedule, len(micro_batches), sample_pieces(micro_batches))
         except PlanError as error:
-            raise PlanError(f"replica {dp_rank}: {error}") from error
+            raise PlanError(f"{plan.path}: replica {dp_rank}: {error}") from error
         orders.append((schedule, find_pieces(micro_batches)))
     return orders
 
@@ -199,8 +195,8 @@ def schedule_of_file(replica: ReplicaFile, *, forward_only: bool) -> PipelineSch
     return PipelineSchedule(replica.name, ranks, replica.placement, forward_only=forward_only)
 
 
-def _layout(layouts: Sequence[str]) -> str:
-    return " and ".join(sorted(set(layouts))) or "empty"
+def _layout(micro_batches: Sequence[MicroBatch | ShapeFile]) -> str:
+    return " and ".join(sorted({m.layout for m in micro_batches})) or "empty"
 
 
 def rendered_plan(view: PlanView, *, width: int) -> RenderableType:
@@ -224,7 +220,7 @@ def plan_summary_table(view: PlanView) -> Table:
         table.add_row(name, *each, whole)
 
     replicas = view.replicas
-    row("micro-batches", [str(len(r.micro_batches)) for r in replicas], str(sum(1 for _ in view.micro_batches)))
+    row("micro-batches", [str(len(r.micro_batches)) for r in replicas], str(len(view.micro_batches)))
     row("makespan", [_seconds(r.makespan_s) for r in replicas], _seconds(view.makespan_s))
     row("lower bound", [_seconds(r.lower_bound_s) for r in replicas], _seconds(view.lower_bound_s))
     row(
@@ -233,7 +229,7 @@ def plan_summary_table(view: PlanView) -> Table:
         _gap(view.makespan_s, view.lower_bound_s),
     )
     row("bubble", [percent(r.bubble_ratio) for r in replicas], percent(view.bubble_ratio))
-    row("padding efficiency", [_efficiency(r.micro_batches) for r in replicas], _efficiency(list(view.micro_batches)))
+    row("padding efficiency", [_efficiency(r.micro_batches) for r in replicas], _efficiency(view.micro_batches))
     for rank in range(max(len(r.peak_bytes) for r in replicas)):
         peaks = [r.peak_bytes[rank] for r in replicas]
         row(f"peak bytes of pipeline rank {rank}", [format_bytes(peak) for peak in peaks], format_bytes(max(peaks)))
