@@ -272,7 +272,8 @@ def test_a_damaged_plan_is_refused_for_its_reason(
 def test_whole_micro_batches_may_change_places_where_the_claims_still_hold(
     other: int, sound: tuple[Path, Raw], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same samples train, in the same rows: `test_exact_sums_of_the_same_micro_batches` has the gradients."""
+    """The same samples train, in the same rows: `test_exact_sums_of_the_same_micro_batches_have_the_same_bits_on_every_
+    placement` has the gradients."""
     folder, raw = sound
     raw = json.loads(json.dumps(raw))
     a, b = raw["replicas"][0]["micro_batches"], raw["replicas"][other]["micro_batches"]
