@@ -18,11 +18,6 @@ from dynapipe_ext.errors import ConfigError, did_you_mean, short
 
 Value = TypeVar("Value")
 _MOST = 10**15  # of any number whose declaration names no bound
-_MEMBERS: dict[object, tuple[str, Any]] = {
-    str: ("strings", str),
-    int: ("integers", int),
-    float: ("numbers", int | float),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +42,9 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words, next to or instead of numbers; empty if any value is allowed."""
-        kinds = get_args(self.kind) if _get_origin(self.kind) in (UnionType, Union) else (self.kind,)
-        return tuple(word for kind in kinds if _get_origin(kind) is Literal for word in get_args(kind))
+        """The allowed words, next to or instead of numbers, or of a list; empty if any value is allowed."""
+        kinds = get_args(self.kind) if get_origin(self.kind) in (UnionType, Union, tuple) else (self.kind,)
+        return tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
 
     @property
     def bounds(self) -> str:
@@ -70,10 +65,10 @@ class Setting:
         Raises ConfigError with `where`, name, value, and the type, choices or bounds that it breaks.
         """
         subject = f"{where}{self.name} is {short(value)}"
+        if get_origin(self.kind) is tuple:
+            return self._check_list(value, subject)
         if self.choices:
             return self._check_choice(value, subject)
-        if _get_origin(self.kind) is tuple:
-            return self._check_list(value, subject)
         if self.kind is float and type(value) is int:
             value = float(value)
         if type(value) is not self.kind:
@@ -92,24 +87,26 @@ class Setting:
             raise ConfigError(f"{subject} but must be {bounds}" + (f": {self.hint}" if self.hint else ""))
 
     def _check_choice(self, value: Any, subject: str) -> Any:
-        kinds = get_args(self.kind)
-        takes_numbers = int in kinds or float in kinds
-        if takes_numbers and type(value) in (int, *({float} & set(kinds))):
+        kinds = {*get_args(self.kind)} & {int, float}
+        if kinds and type(value) in (int, *kinds):
             self._refuse_out_of_bounds(value, subject)
             return float(value) if float in kinds else value
         if value in self.choices:
             return value
-        choices = ", ".join(word or '""' for word in self.choices) + ", or a number" * takes_numbers
+        number = ", or a whole number" if int in kinds else ", or a number" if kinds else ""
+        choices = ", ".join(word or '""' for word in self.choices) + number
         raise ConfigError(f"{subject}: choose from {choices}{did_you_mean(str(value), self.choices)}")
 
     def _check_list(self, value: Any, subject: str) -> tuple[Any, ...]:
-        kind = get_args(self.kind)[0]
-        members, allowed = _MEMBERS[kind]
-        listed = value if isinstance(value, list | tuple) else [None]
-        if any(not isinstance(member, allowed) or isinstance(member, bool) for member in listed):
+        kind = float if float in get_args(self.kind) else str
+        members, allowed = ("numbers", (int, float)) if kind is float else ("strings that are not empty", (str,))
+        listed: Any = value if isinstance(value, list | tuple) else [None]
+        if any(not isinstance(member, allowed) or isinstance(member, bool) or member == "" for member in listed):
             raise ConfigError(f"{subject} but must be a list of {members}")
         for member in listed:
             _refuse_nul(member, subject)
+            if self.choices:
+                self._check_choice(member, subject)
         return tuple(kind(member) for member in listed)
 
     @property
@@ -122,9 +119,9 @@ class Setting:
             options["metavar"] = self.metavar or "N"
         if self.parse or self.kind in (int, float):
             options["type"] = self.parse or self.kind
-        if _get_origin(self.kind) is Literal:
+        if self.choices and get_origin(self.kind) in (Literal, tuple):
             options["choices"] = tuple(filter(None, self.choices))
-        if self.nargs or self.kind == tuple[str, ...]:
+        if self.nargs or (get_origin(self.kind) is tuple and not self.parse):
             options |= {"nargs": self.nargs or "+", "action": "extend"}  # given twice, it has the values of both
         return options
 
@@ -135,19 +132,9 @@ def _refuse_nul(value: object, subject: str) -> None:
         raise ConfigError(f"{subject} but must not hold the character NUL (\\0): leave it out")
 
 
-def _get_origin(kind: object) -> object:
-    """Return `Literal` for `Literal["a", "b"]`, `tuple` for `tuple[int, ...]` and None for a class."""
-    return get_origin(kind)
-
-
 def setting(default: Value, flag: str = "", help: str = "", metavar: str = "", **declared: Any) -> Value:
     """Declare a field of a dataclass as a setting; `declared` are other fields of `Setting`."""
     return field(default=default, metadata={"flag": flag, "help": help, "metavar": metavar, **declared})
-
-
-def with_default(owner: type, name: str, default: Value) -> Value:
-    """Declare an inherited setting again, with only another default."""
-    return field(default=default, metadata=next(f for f in fields(owner) if f.name == name).metadata)
 
 
 @cache
@@ -191,12 +178,12 @@ def parse_layer_counts(text: str) -> tuple[float, ...]:
 
 
 def parse_number_or_word(text: str) -> float | str:
-    """Return the number that a flag's text spells, or the text.
+    """Return the number that a flag's text spells, or the text. Python's 1_0 is not a number.
 
-    >>> parse_number_or_word("4"), parse_number_or_word("2.5"), parse_number_or_word("auto")
-    (4, 2.5, 'auto')
+    >>> parse_number_or_word("4"), parse_number_or_word("2.5"), parse_number_or_word("1_0")
+    (4, 2.5, '1_0')
     """
-    for kind in (int, float):
+    for kind in () if "_" in text else (int, float):
         with suppress(ValueError):
             return kind(text)
     return text

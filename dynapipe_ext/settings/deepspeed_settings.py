@@ -131,10 +131,8 @@ def extract_settings(raw: Mapping[str, Any]) -> Tables:
     ('bfloat16', 0.001, 0.0)
     """
     parameters = raw.get("optimizer", {}).get("params", {})
-    of_adam = {
-        name: parameters[name] for name in ("lr", "betas", "weight_decay") if parameters.get(name, "auto") != "auto"
-    }
-    optimizer: Json = {name: tuple(v) if name == "betas" else float(v) for name, v in of_adam.items()}
+    of_adam = {name: parameters.get(name, "auto") for name in ("lr", "betas", "weight_decay")}
+    optimizer: Json = {k: tuple(v) if k == "betas" else float(v) for k, v in of_adam.items() if v != "auto"}
     if "lr" in optimizer:
         optimizer["min_lr"] = optimizer["lr"] / 10
     clipping, enabled = raw.get("gradient_clipping", 0.0), raw.get("bf16", {}).get("enabled", False)
@@ -162,8 +160,11 @@ def make_engine_config(
     Raises ConfigError for an optimizer that needs a compiler if there is not one.
     """
     zero = dict(raw.get("zero_optimization", {})) | {"stage": zero_stage(raw)}
-    sizes = {"reduce_bucket_size": hidden_size**2, "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2)}
-    sizes |= {"stage3_param_persistence_threshold": 10 * hidden_size}
+    sizes = {
+        "reduce_bucket_size": hidden_size**2,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
     zero |= {name: size for name, size in sizes.items() if zero.get(name) == "auto"}
     if zero["stage"] == 1:
         zero["overlap_comm"] = False
@@ -212,14 +213,13 @@ def _make_scheduler(section: Mapping[str, Any], settings: OptimizerSettings, num
         "warmup_min_lr": 0,
     }
     parameters = section.get("params", {})
-    filled = {name: values[name] if value == "auto" and name in values else value for name, value in parameters.items()}
+    filled = {name: values.get(name, value) if value == "auto" else value for name, value in parameters.items()}
     return dict(section) | {"params": filled}
 
 
 def _without_auto(config: Json) -> Json:
     """Return the configuration without values "auto", for which DeepSpeed then takes its defaults."""
-    inner = {k: _without_auto(v) if isinstance(v, dict) else v for k, v in config.items()}
-    return {name: value for name, value in inner.items() if value != "auto"}
+    return {k: _without_auto(v) if isinstance(v, dict) else v for k, v in config.items() if v != "auto"}
 
 
 _CHECKED = "steps that are not finite are refused"

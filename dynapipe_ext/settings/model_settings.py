@@ -16,6 +16,10 @@ from dynapipe_ext.models.named_models import config_file, model_type, read_train
 from dynapipe_ext.settings.tables import LinearLayer, LoraSettings, ModelSettings
 
 ALL_LINEAR = "all-linear"
+_SIZES = (
+    "num_layers", "num_decoder_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "gated_mlp",
+    "max_seq_len", "tied_embeddings", "position", "norm",
+)  # fmt: skip
 
 
 def with_described(
@@ -32,25 +36,11 @@ def with_described(
         _refuse_contradiction(model, sizes, changes, f"{where}: [model] num_decoder_layers makes a T5, which")
         return replace(model, described=None, **sizes)
     a = read_trainable(model.architecture, "transformers" if adapts and model.backend == "auto" else model.backend)
-    place = f"{where}: [model] architecture {model.architecture}"
-    sizes = {
-        "num_layers": a.num_layers,
-        "num_decoder_layers": a.num_decoder_layers,
-        "hidden_size": a.hidden_size,
-        "num_heads": a.num_heads,
-        "num_query_groups": a.num_query_groups,
-        "ffn_hidden_size": a.ffn_hidden_size,
-        "gated_mlp": a.gated_mlp,
-        "max_seq_len": a.max_seq_len,
-        "tied_embeddings": a.tied_embeddings,
-        "position": a.position,
-        "norm": a.norm,
-        "bias": a.mlp_bias,
-    }
+    sizes = {name: getattr(a, name) for name in _SIZES} | {"bias": a.mlp_bias}
     is_read = model.described is not None and "architecture" not in changes  # then it may be shorter already
     if (is_read or "max_seq_len" in changes) and (model.max_seq_len <= a.max_seq_len or a.position == "relative"):
         sizes["max_seq_len"] = model.max_seq_len
-    _refuse_contradiction(model, sizes, changes, place)
+    _refuse_contradiction(model, sizes, changes, f"{where}: [model] architecture {model.architecture}")
     return replace(model, described=a, **sizes)
 
 
@@ -80,7 +70,7 @@ def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> Lo
     if not model.uses_transformers or model.described is None:
         return replace(settings, described=None)  # refused, unless another setting names a model yet
     kind = model_type(model.architecture)
-    layers = _list_linear_layers(model.architecture)
+    layers = _list_linear_layers(model.architecture, config_file(model.architecture).read_text(encoding="utf-8"))
     usual = _list_usual_targets(kind, layers)
     targets = settings.target_modules or usual
     names = sorted({layer.name.rpartition(".")[2] for layer in layers})
@@ -110,13 +100,9 @@ _USUAL_TARGETS: Mapping[str, tuple[str, ...]] = {
 _USUAL = ("q_proj", "v_proj")  # of nearly all others
 
 
-def _list_linear_layers(model: str) -> tuple[LinearLayer, ...]:
-    """List the linear layers of the model's blocks, as its modules have them. Raises ConfigError."""
-    return _read_layers(model, config_file(model).read_text(encoding="utf-8"))
-
-
 @lru_cache(maxsize=8)  # settings are checked several times
-def _read_layers(model: str, _text: str) -> tuple[LinearLayer, ...]:
+def _list_linear_layers(model: str, _config_text: str) -> tuple[LinearLayer, ...]:
+    """List the linear layers of the model's blocks, as its modules have them. Raises ConfigError."""
     return tuple(LinearLayer(*layer) for layer in linear_layers(model))
 
 

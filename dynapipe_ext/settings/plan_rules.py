@@ -36,16 +36,18 @@ class PlanRules:
     `split_backward` runs backwards as I and W under the adaptive schedule. `recompute` "auto" chooses for each
     micro-batch, and "stage" only for samples in pieces: whole samples that do not fit with "full" do not fit with
     "stage" either. If it would recompute or nothing fits, it also tries the kinds with "head", a chunked head.
-    `replica_counts` "equal" gives every replica as many micro-batches; runs
-    decide it by what replicas do together. `pieces` cuts samples of more tokens than that,
-    and runs their pieces one after another ("carried" attention); "auto" does so where the step is predicted to end
-    earlier. With `noise` the search judges an order by its mean makespan over times that are drawn evenly from
-    1 - noise to 1 + noise of the predicted ones. Predictions and bounds stay those of the predicted times.
+    `replica_counts` "equal" gives every replica as many micro-batches; runs decide it by what replicas do together.
+    `pieces` cuts samples of more tokens than that, and runs their pieces one after another ("carried" attention);
+    "auto" does so where the step is predicted to end earlier. With `noise` the search judges an order by its mean
+    makespan over times that are drawn evenly from 1 - noise to 1 + noise of the predicted ones. Predictions and bounds
+    stay those of the predicted times.
     """
 
     layout: Layout = setting("padded", "--layout", "layout of micro-batches")
     schedule: ScheduleName = setting("adaptive", "--schedule", "schedule of the pipeline")
-    split_policy: SplitPolicy = setting("dynapipe-ext")
+    split_policy: SplitPolicy = setting(
+        "dynapipe-ext", help="split batches as this package or, to compare, a peer does"
+    )
     pad_multiple: int = setting(8, "--pad-multiple", "rows are rounded up to it", at_least=1, at_most=1 << 24)
     max_tokens: int = setting(
         0, "--max-tokens", "maximum positions of a micro-batch; 0: as memory allows", at_least=0, at_most=1 << 40
@@ -133,13 +135,9 @@ def own_placement(schedule: ScheduleName) -> PlacementName:
     >>> own_placement("zb-v"), own_placement("adaptive")
     ('v', 'linear')
     """
-    match schedule:
-        case "interleaved-1f1b":
-            return "interleaved"
-        case "zb-v" | "v-half":
-            return "v"
-        case _:
-            return "linear"
+    if schedule == "interleaved-1f1b":
+        return "interleaved"
+    return "v" if schedule in ("zb-v", "v-half") else "linear"
 
 
 def check_placed(schedule: ScheduleName, topology: Topology, where: str = "") -> None:

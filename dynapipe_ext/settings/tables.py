@@ -17,7 +17,6 @@ from dynapipe_ext.settings.declared import (
     parse_layer_counts,
     parse_number_or_word,
     setting,
-    with_default,
 )
 from dynapipe_ext.settings.plan_rules import PlanRules
 
@@ -27,7 +26,7 @@ LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 TemplateChoice = Literal["auto", "chat", "prompt", "text", "preference"]
 PreferenceKind = Literal["", "dpo", "ipo", "orpo", "simpo"]
 LossOnChoice = Literal["answers", "last-answer"]
-MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
+Logger = Literal["tensorboard", "wandb"]
 _MOMENTS = {"adagrad": 1, "lion": 1, "sgd": 0}  # of each parameter, by an optimizer of DeepSpeed
 
 
@@ -44,7 +43,7 @@ class RunSettings:
     seed: int = setting(0, "--seed", "seed of data order, weights and dropout", at_least=0)
     run_dir: str = setting("", "--run-dir", "report, traces, events (default: runs/ and the time)", "DIR")
     log_every: int = setting(1, at_least=1)
-    loggers: tuple[str, ...] = setting((), "--loggers", "log to tensorboard or wandb, or both", "NAME")
+    loggers: tuple[Logger, ...] = setting((), "--loggers", "log to TensorBoard, Weights & Biases, or both")
     log_dir: str = setting("", "--log-dir", "keep a log of each rank there", "DIR")
     log_level: Literal["info", "debug"] = setting("info", "--log-level", "debug: with every action")
     plan_dir: str = setting("", "--plan-dir", "keep every step's plan there, for replay", "DIR")
@@ -85,7 +84,9 @@ class TopologySettings:
         parse=parse_layer_counts,
     )
     vocabulary_parallel: VocabularyChoice = setting(
-        "whole", "--vocabulary-parallel", "head: its rows over the pipeline ranks; both: embeddings, too; auto: tried"
+        "whole",
+        "--vocabulary-parallel",
+        "split over pipeline ranks: the output layer (head), the embedding too (both), or as is fastest (auto)",
     )
     sequence_parallel: bool = setting(False, "--sequence-parallel", "cut norms and dropout over the tp ranks, too")
 
@@ -171,7 +172,7 @@ class LinearLayer:
 
     def answers_to(self, target: str) -> bool:
         """Return whether peft matches the name: all of it or its end."""
-        return self.name == target or self.name.endswith(f".{target}")
+        return f".{self.name}".endswith(f".{target}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +184,7 @@ class LoraSettings:
 
     enabled: bool = setting(False, "--lora", "train adapters of peft, not the model's weights")
     r: int = setting(8, "--lora-r", "rank of the adapters", "R", at_least=1)
-    lora_alpha: float = setting(8.0, "--lora-alpha", "scale of the adapters, times the rank", "A", above=0)
+    lora_alpha: float = setting(8.0, "--lora-alpha", "scale the adapters' outputs by A / rank", "A", above=0)
     lora_dropout: float = setting(
         0.0, "--lora-dropout", "dropout rate of the adapters' inputs", "P", at_least=0, below=1
     )
@@ -297,7 +298,7 @@ class PlanSettings(PlanRules):
     """The rules of the run's plans, and what plans are made for. `costs` names a cost file; empty: measure this machine
     before the run. `adapt_costs` fits the costs again to the times of the run's actions, if they are far off."""
 
-    layout: Layout = with_default(PlanRules, "layout", "packed")
+    layout: Layout = setting("packed", **PlanRules.__dataclass_fields__["layout"].metadata)
     costs: str = setting("", "--costs", "cost model as JSON (default: measure this machine)", "FILE")
     memory_limit_gb: float = setting(
         1.0, "--memory-limit-gb", "memory of a rank, 10^9 bytes", "GB", at_least=1e-9, at_most=1e9
@@ -357,7 +358,9 @@ class CheckpointSettings:
     save_every: int = setting(0, "--save-every", "steps between checkpoints; 0: none", "STEPS", at_least=0)
     save_minutes: Literal["auto"] | float = setting("auto", at_least=0)
     keep_last: int = setting(2, "--keep-last", "checkpoints that stay; 0: all", at_least=0)
-    keep_best: bool = setting(False, "--keep-best", "keep the best by validation, which --output then holds")
+    keep_best: bool = setting(
+        False, "--keep-best", "also keep the checkpoint of the lowest loss, and write it to --output (default: off)"
+    )
     grace_s: float = setting(60.0, above=0, at_most=1e7)
 
 
@@ -407,8 +410,8 @@ class DeepSpeedSettings:
 
     @property
     def meets_inside(self) -> bool:
-        """Whether replicas meet in collectives of each micro-batch."""
-        return self.zero_stage >= MEETS_INSIDE
+        """Whether replicas meet in collectives of each micro-batch, as from ZeRO stage 2 on."""
+        return self.zero_stage >= 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ def _takes(one: Setting) -> str:
     names = {str: "text", int: "integer", float: "number", bool: "true or false"}
     types = [names[kind] for kind in kinds if kind in names]
     if get_origin(one.kind) is tuple:
-        types = [f"list of {names[get_args(one.kind)[0]]}s"]
+        words, types = [], [f"list of {' '.join(words) or f'{names[get_args(one.kind)[0]]}s'}"]
     return ", ".join(filter(None, (" ".join(words), *types, one.bounds)))
 
 

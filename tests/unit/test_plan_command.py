@@ -228,7 +228,7 @@ def test_long_samples_run_in_pieces_where_a_flag_or_a_file_says_so(
     judge = ["check-plan", str(tmp_path / "auto.json"), "--config", str(tmp_path / "whole.toml")]
     judge += ["--lengths", str(tmp_path / "long.npy"), "--memory-limit-gb", "40"]
     assert cli.main(judge) == 0, capsys.readouterr().out
-    assert "choose from off, auto, or a number" in refused(capsys, *asked, "--pieces", "some")
+    assert "choose from off, auto, or a whole number" in refused(capsys, *asked, "--pieces", "some")
 
 
 def test_a_written_plan_can_be_shown_again(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -298,8 +298,8 @@ def test_what_has_no_price_for_pieces_refuses_them_by_name() -> None:
         ({"split_policy": "packed-balanced"}, "split_policy dynapipe-ext"),
         ({"replica_counts": "equal"}, 'replica_counts "free"'),
         ({"pieces": 4}, "8 .pad_multiple. to"),
-        ({"pieces": True}, "choose from off, auto, or a number"),
-        ({"pieces": "some"}, "choose from off, auto, or a number"),
+        ({"pieces": True}, "choose from off, auto, or a whole number"),
+        ({"pieces": "some"}, "choose from off, auto, or a whole number"),
     ],
 )
 def test_settings_that_do_not_go_with_pieces_are_refused(wrong, said) -> None:
