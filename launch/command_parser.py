@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.settings.declared import parse_layer_counts
-from dynapipe_ext.settings.removed import refuse_removed
+from dynapipe_ext.settings.removed import describe_removed
 from dynapipe_ext.tools.files import ALONE, deliver_error
 
 _MOST_POSITIONS = 1 << 40  # of a sample
@@ -39,11 +39,8 @@ class CommandParser(argparse.ArgumentParser):
             words = [word.partition("=")[0] for word in self._line_words]
             for word in words[: words.index("--") if "--" in words else None]:
                 if word.startswith("--") and word not in self._option_string_actions:
-                    try:
-                        refuse_removed([word])
-                    except ConfigError as error:
-                        self.error(str(error))
-                    self.error(f"unknown {word}{did_you_mean(word, self._option_string_actions)}")
+                    unknown = f"unknown {word}{did_you_mean(word, self._option_string_actions)}"
+                    self.error(describe_removed(word, self._option_string_actions) or unknown)
         parsed, unknown = super().parse_known_args(self._with_lists_joined(self._line_words), namespace)
         if unknown:
             self.error(f"unknown {' '.join(unknown)}")

@@ -23,7 +23,7 @@ from dynapipe_ext.settings.declared import Setting, check_declared, list_setting
 from dynapipe_ext.settings.deepspeed_settings import with_decided, with_read
 from dynapipe_ext.settings.model_settings import with_adapted, with_described
 from dynapipe_ext.settings.plan_rules import check_placed, check_rules, own_placement
-from dynapipe_ext.settings.removed import refuse_removed, translate_saved
+from dynapipe_ext.settings.removed import describe_removed, list_keys
 from dynapipe_ext.settings.tables import (
     CheckpointSettings,
     DataSettings,
@@ -68,17 +68,12 @@ class TrainConfig:
     named: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False, repr=False)
 
     @classmethod
-    def read(cls, path: str | Path, over: TrainConfig | None = None, *, is_saved: bool = False) -> TrainConfig:
-        """Read the settings of a file, on top of `over` (None: the defaults); `is_saved` by a run, perhaps of an
-        earlier version.
+    def read(cls, path: str | Path, over: TrainConfig | None = None) -> TrainConfig:
+        """Read the settings of a file, on top of `over` (None: the defaults).
 
         Raises ConfigError naming the file, and the table and name that are unknown or of the wrong type.
         """
-        try:
-            raw = parse_toml(Path(path).read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: cannot be read as TOML: {reason(error)}: give a file of settings") from error
-        over, raw = over or cls(), translate_saved(raw) if is_saved else raw
+        raw, over = read_toml(path), over or cls()
         config = cls.from_json(raw, str(path), over)
         return replace(config, named=over.named | {(table, name) for table, values in raw.items() for name in values})
 
@@ -89,12 +84,13 @@ class TrainConfig:
         Raises ConfigError naming `where`, table, name, value and bound.
         """
         tables, over = list_tables(), over or cls()
-        listed = {table: values for table, values in raw.items() if isinstance(values, Mapping)}
-        refuse_removed((f"[{table}] {name}" for table, names in listed.items() for name in names), f"{where}: ")
+        for name in (*list_keys(raw), *(f"[{table}]" for table in raw)):
+            if removed := describe_removed(name):
+                raise ConfigError(f"{where}: {removed}")
         refuse_unknown(raw, tables, where)
-        if not_tables := [name for name in raw if not isinstance(raw[name], Mapping)]:
-            raise ConfigError(f"{where}: {not_tables[0]} must be a table like [{not_tables[0]}]")
         for name, values in raw.items():
+            if not isinstance(values, Mapping):
+                raise ConfigError(f"{where}: {name} must be a table like [{name}]")
             refuse_unknown(values, tables[name], f"{where}: [{name}]", tables)
         return over._replace(with_replaced(raw, over), where)
 
@@ -136,10 +132,8 @@ class TrainConfig:
         model, plan, topology = self.model, self.plan, self.topology
         if self.run.log_level == "debug" and not self.run.log_dir:
             raise ConfigError(f"{where}: [run] log_level is 'debug' but no log_dir says where logs go: give one")
-        if unknown := {*self.run.loggers} - {"tensorboard", "wandb"}:
-            raise ConfigError(f"{where}: [run] loggers has {min(unknown)!r}: choose from tensorboard, wandb")
         check_data_settings(self.data, where)
-        check_preferences(self.preferences, self.data, self.plan, model, self.lora, where)
+        check_preferences(self, where)
         check_optimizer(self.optimizer, where)
         if model.num_decoder_layers and plan.split_policy == "fixed-rows":
             raise ConfigError(
@@ -147,7 +141,7 @@ class TrainConfig:
                 " inputs of an encoder-decoder: take dynapipe-ext, or packed-balanced"
             )
         check_pieces_of_model(model, plan.pieces, where)  # first: no rule of plans would help such a model
-        check_width(topology, model, self.deepspeed.config, where)
+        check_width(self, where)
         check_rules(plan, f"{where}: [plan] ")
         check_stages(topology, plan, where)
         check_evaluation(self.eval, where)
@@ -158,12 +152,20 @@ class TrainConfig:
             )
         check_heads(model, topology, where)
         if self.optimizer.deterministic:
-            refuse_order_in_bits(model, plan, topology, deepspeed_config=self.deepspeed.config, where=where)
+            refuse_order_in_bits(self, where)
 
     @property
     def placement(self) -> PlacementChoice:
         """The placement of stages on ranks, as it is named or as the schedule needs it."""
         return self.topology.placement or own_placement(self.plan.schedule)
+
+
+def read_toml(path: str | Path, content: str = "settings") -> dict[str, Any]:
+    """Read the tables of a TOML file. Raises ConfigError naming it and its `content`."""
+    try:
+        return parse_toml(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as TOML: {reason(error)}: give a file of {content}") from error
 
 
 def with_preferences(config: TrainConfig, given_tables: Mapping[str, Mapping[str, Any]], where: str) -> TrainConfig:
@@ -200,10 +202,6 @@ def check_optimizer(optimizer: OptimizerSettings, where: str) -> None:
 
 def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> None:
     """Reject stages that cannot lie on ranks so, or not under the schedule. Raises ConfigError."""
-    try:
-        check_layer_counts(topology.layers_per_stage)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: [topology] {error}") from error
     placement: PlacementChoice = topology.placement or own_placement(plan.schedule)
     if "auto" in (placement, topology.vocabulary_parallel):
         at = f"{where}: [topology] {'placement' if placement == 'auto' else 'vocabulary_parallel'} is 'auto'"
@@ -219,31 +217,28 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
             )
     name = "linear" if placement == "auto" else placement  # tried ones are made later
     try:
-        layers = Topology(pp=topology.pp, placement=place_stages(name, topology.pp, topology.stages_per_rank))
-        placed = (
-            layers
-            if topology.vocabulary_parallel == "auto" or topology.vocabulary_parallel == "whole"
-            else split_vocabulary(layers, topology.vocabulary_parallel)
-        )
+        check_layer_counts(topology.layers_per_stage)
+        placed = Topology(pp=topology.pp, placement=place_stages(name, topology.pp, topology.stages_per_rank))
+        if topology.vocabulary_parallel != "auto":
+            placed = split_vocabulary(placed, topology.vocabulary_parallel)
     except ConfigError as error:
         raise ConfigError(f"{where}: [topology] {error}") from error
     check_placed(plan.schedule, placed, f"{where}: [plan] ")
 
 
-def check_width(topology: TopologySettings, model: ModelSettings, deepspeed_config: str, where: str) -> None:
+def check_width(config: TrainConfig, where: str) -> None:
     """Reject data parallel ranks that cannot join so, or not for this model. Raises ConfigError."""
-    if topology.context_parallel == 1:
+    degree, dp = config.topology.context_parallel, config.topology.dp
+    if degree == 1:
         return
-    at = f"{where}: [topology] context_parallel is {topology.context_parallel!r}"
-    if topology.context_parallel != "auto" and topology.context_parallel not in (
-        allowed := list_cp_degrees(topology.dp)
-    ):
+    at, allowed = f"{where}: [topology] context_parallel is {degree!r}", list_cp_degrees(dp)
+    if degree not in ("auto", *allowed):
         raise ConfigError(
-            f"{at} but must be a power of two that divides dp {topology.dp}: give one of {', '.join(map(str, allowed))}"
+            f"{at} but must be a power of two that divides dp {dp}: give one of {', '.join(map(str, allowed))}"
         )
-    if deepspeed_config:
+    if config.deepspeed.config:
         raise ConfigError(f"{at} but a DeepSpeed engine computes whole rows on each rank: leave one of both out")
-    if model.num_decoder_layers and model.uses_transformers:
+    if config.model.num_decoder_layers and config.model.uses_transformers:
         raise ConfigError(
             f"{at} but transformers' encoder-decoders add relative biases of whole rows, of which ranks have only"
             " slices: set context_parallel to 1, or train the model by megatron-core"
@@ -272,17 +267,11 @@ def check_data_settings(data: DataSettings, where: str) -> None:
         )
 
 
-def check_preferences(
-    preferences: PreferenceSettings,
-    data: DataSettings,
-    plan: PlanSettings,
-    model: ModelSettings,
-    lora: LoraSettings,
-    where: str,
-) -> None:
+def check_preferences(config: TrainConfig, where: str) -> None:
     """Reject settings that do not go with pairs of answers. Raises ConfigError."""
+    preferences, model, plan = config.preferences, config.model, config.plan
     if not preferences.loss:
-        if data.template == "preference":
+        if config.data.template == "preference":
             raise ConfigError(
                 f"{where}: [data] template is 'preference' but [preferences] loss says of no loss to learn them by: set"
                 " it, to dpo for example"
@@ -302,7 +291,7 @@ def check_preferences(
         raise ConfigError(
             f"{at} but split_policy {plan.split_policy!r} knows no pairs: take dynapipe-ext or packed-balanced"
         )
-    dropouts = {"[model] dropout": model.dropout, "[lora] lora_dropout": lora.lora_dropout}
+    dropouts = {"[model] dropout": model.dropout, "[lora] lora_dropout": config.lora.lora_dropout}
     if drawn := [f"{name} {rate:g}" for name, rate in dropouts.items() if rate]:
         raise ConfigError(
             f"{at}, which compares scores of answers, but {' and '.join(drawn)} would draw other scores at each step:"
@@ -318,7 +307,7 @@ def check_preferences(
 
 def check_evaluation(settings: EvalSettings, where: str) -> None:
     """Reject an evaluation without data, with two kinds of them, or data that no evaluation reads."""
-    table, choices = f"{where}: [eval]", {"path": settings.path, "fraction": settings.fraction, "steps": settings.steps}
+    table = f"{where}: [eval]"
     if settings.path and settings.fraction:
         raise ConfigError(
             f"{table} path is {settings.path} and fraction is {settings.fraction}: evaluate on data of their own or on"
@@ -329,10 +318,10 @@ def check_evaluation(settings: EvalSettings, where: str) -> None:
             f"{table} every is {settings.every} but there is nothing to evaluate on: give path, held-out data, or"
             " fraction, the part of the training data to hold out, like 0.05"
         )
-    if not settings.every and (conflicting := [f"{name} is {value}" for name, value in choices.items() if value]):
+    named = [f"{name} is {value}" for name in ("path", "fraction", "steps") if (value := getattr(settings, name))]
+    if named and not settings.every:
         raise ConfigError(
-            f"{table} {' and '.join(conflicting)} but every is 0, which never evaluates: set every, or leave the"
-            " others out"
+            f"{table} {' and '.join(named)} but every is 0, which never evaluates: set every, or leave the others out"
         )
 
 
@@ -351,16 +340,11 @@ def check_heads(model: ModelSettings, topology: TopologySettings, where: str) ->
             f"{where}: [model] position is {model.position!r} and num_decoder_layers is {model.num_decoder_layers}:"
             " relative positions are those of an encoder-decoder, which has a decoder's layers, and no others"
         )
-    if model.hidden_size % model.num_heads:
-        raise ConfigError(
-            f"{where}: [model] hidden_size is {model.hidden_size} but must be a multiple of num_heads, which is"
-            f" {model.num_heads}"
-        )
-    if model.num_heads % model.num_query_groups:
-        raise ConfigError(
-            f"{where}: [model] num_heads is {model.num_heads} but must be a multiple of num_query_groups, which is"
-            f" {model.num_query_groups}"
-        )
+    for name, divisor in (("hidden_size", "num_heads"), ("num_heads", "num_query_groups")):
+        if (size := getattr(model, name)) % (count := getattr(model, divisor)):
+            raise ConfigError(
+                f"{where}: [model] {name} is {size} but must be a multiple of {divisor}, which is {count}"
+            )
     head_size = model.hidden_size // model.num_heads
     if model.position == "rope" and head_size % 2:
         raise ConfigError(
@@ -384,11 +368,14 @@ def check_pieces_of_model(model: ModelSettings, pieces: Pieces, where: str) -> N
         raise ConfigError(f'{where}: [plan] pieces is {pieces!r} but {fault} (pieces = "off")')
 
 
-def refuse_order_in_bits(
-    model: ModelSettings, plan: PlanSettings, topology: TopologySettings, *, deepspeed_config: str, where: str
-) -> None:
+def refuse_order_in_bits(config: TrainConfig, where: str) -> None:
     """Reject what deterministic mode cannot keep the plan out of. Raises ConfigError."""
-    at, pp = f"{where}: [optimizer] deterministic is on but", topology.pp
+    at, model, plan, topology = (
+        f"{where}: [optimizer] deterministic is on but",
+        config.model,
+        config.plan,
+        config.topology,
+    )
     if topology.context_parallel == "auto":  # a product over a slice of a row rounds otherwise than one over the row
         raise ConfigError(
             f"{at} [topology] context_parallel auto gives steps several degrees, and bits hold for one: name it, or"
@@ -403,7 +390,7 @@ def refuse_order_in_bits(
         raise ConfigError(
             f"{at} [plan] adapt_costs makes plans by what actions have taken, which is never the same: leave one out"
         )
-    if deepspeed_config:
+    if config.deepspeed.config:
         raise ConfigError(f"{at} a DeepSpeed engine sums gradients in an order of its own: leave one of both out")
     if model.described is not None and model.described.num_experts:
         raise ConfigError(
@@ -412,7 +399,7 @@ def refuse_order_in_bits(
         )
     # Each layer of a decoder adds to the gradient of the encoder's output. Under full recomputation Megatron first adds
     # up the layers of a stage, and then the sum that the next stage sends: the order depends on where stages end.
-    if model.num_decoder_layers and pp > 1 and plan.recompute in ("auto", "full", "head+full"):
+    if model.num_decoder_layers and topology.pp > 1 and plan.recompute in ("auto", "full", "head+full"):
         raise ConfigError(
             f"{at} [plan] recompute is {plan.recompute!r}: layers of a decoder that are recomputed whole add"
             " up gradients of the encoder's output in an order that depends on pp, so set recompute to 'none' or"
@@ -463,7 +450,7 @@ def read_flags(
     settings: Tables = {table: dict(tables.get(table, {})) for table in list_tables()}
     for table, declared_settings in list_tables().items():
         for name, one in declared_settings.items():
-            value = getattr(args, one.flag.lstrip("-").replace("-", "_"), None) if one.flag else None
+            value = getattr(args, one.flag[2:].replace("-", "_"), None)
             if value is not None:
                 settings[table][name] = tuple(value) if isinstance(value, list) else value
     if settings["data"].keys() & {"batch_size", "tokens_per_batch"}:  # also for --batch-size 0, which means none
@@ -495,14 +482,9 @@ def with_replaced(tables: Mapping[str, Mapping[str, Any]], config: TrainConfig) 
         if named & alternatives.keys():
             replaced[table] = {**alternatives, **replaced[table]}
     if topology := replaced.get("topology"):
-        others: dict[str, Any] = {}
-        if topology.get("pp", config.topology.pp) != config.topology.pp:  # its stages are others
-            others["layers_per_stage"] = ()
-            if topology["pp"] == 1:
-                others |= {"placement": "", "vocabulary_parallel": "whole"}
-        if (
-            "placement" in topology or topology.get("vocabulary_parallel") == "auto"
-        ):  # another one's layers are not for it
-            others["layers_per_stage"] = ()
+        pp, before = topology.get("pp", config.topology.pp), config.topology.pp
+        others: dict[str, Any] = {"placement": "", "vocabulary_parallel": "whole"} if pp == 1 and pp != before else {}
+        if pp != before or "placement" in topology or topology.get("vocabulary_parallel") == "auto":
+            others["layers_per_stage"] = ()  # those of other stages
         replaced["topology"] = others | topology
     return replaced

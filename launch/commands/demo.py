@@ -12,7 +12,8 @@ from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
 from dynapipe_ext.launch.run.emulated import PlannedJob, emulated_comparison
-from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.settings.removed import translate_saved
+from dynapipe_ext.settings.train_config import TrainConfig, read_toml
 from dynapipe_ext.tools.console import show
 from dynapipe_ext.tools.show.comparison import Comparison
 from dynapipe_ext.tools.show.comparison_page import write_comparison_page
@@ -84,7 +85,7 @@ def job_of_run(run_dir: Path) -> PlannedJob:
         raise ConfigError(f"{run_dir} holds no run, as it has no {missing[0]}: name a run's directory")
     costs, num_cores = read_run_costs(costs_file)
     return PlannedJob(
-        config=TrainConfig.read(settings, is_saved=True),
+        config=TrainConfig.from_json(translate_saved(read_toml(settings))[0], str(settings)),
         costs=costs,
         lengths=read_lengths(run_dir / "data" / "lengths.npy"),
         samples_from=f"the data of {run_dir}",

@@ -6,13 +6,12 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, StateRecipe
-from dynapipe_ext.errors import ConfigError, did_you_mean, reason, refuse_unknown, short
+from dynapipe_ext.errors import ConfigError, did_you_mean, refuse_unknown, short
 from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending, given_flags, refuse_below
 from dynapipe_ext.launch.commands.counted_models import counted_json, counted_model, counted_notes, counted_table
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
@@ -21,8 +20,7 @@ from dynapipe_ext.launch.job.model_folder import prediction_line
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.counted import CountedModel
 from dynapipe_ext.models.named_models import PRESETS, read_model
-from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags
-from dynapipe_ext.toml_text import parse_toml
+from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags, read_toml
 from dynapipe_ext.tools.console import deliver, delivering, error_console, output
 from dynapipe_ext.tools.estimate.answer import (
     Prices,
@@ -118,7 +116,7 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         "--cp", metavar="N,…", help="context parallel ranks: data parallel ones that share rows (default: 1)"
     )
     add_flag(ways, "topology.placement", "of stages on ranks; auto tries all (default: auto)")
-    add_flag(ways, "topology.vocabulary_parallel", "of it, over the ranks of pipelines; auto tries it (default: whole)")
+    add_flag(ways, "topology.vocabulary_parallel", "split of the vocabulary; auto tries it (default: whole)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -208,10 +206,7 @@ def _cluster_figures(path: str | None) -> dict[str, float]:
     """Read the figures of a cluster's file, by the names of `Cluster`. Raises ConfigError."""
     if path is None:
         return {}
-    try:
-        figures = parse_toml(Path(path).read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as TOML: {reason(error)}: give a file of figures") from error
+    figures = read_toml(path, "figures")
     refuse_unknown(figures, _CLUSTER_FIGURES, path)
     if faults := [name for name, value in figures.items() if type(value) not in (int, float)]:
         raise ConfigError(f"{path}: {faults[0]} is {short(figures[faults[0]])} but must be a number")

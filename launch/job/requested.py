@@ -40,7 +40,7 @@ from dynapipe_ext.launch.job.run_directory import (
     run_to_resume,
     runs_folder,
 )
-from dynapipe_ext.launch.job.saved_settings import find_damage, read_saved_settings, refuse_untrusted
+from dynapipe_ext.launch.job.saved_settings import describe_losses, read_saved_settings, refuse_untrusted
 from dynapipe_ext.launch.processes.cluster import LOST_STATUS
 from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, num_ranks_here, store_password
 from dynapipe_ext.launch.processes.scratch import read_secret
@@ -171,8 +171,8 @@ def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str 
     config = config_from(args)
     refuse_settings(config, compare=args.compare)
     if place is not None:
-        if args.resume and (damage := find_damage(run_to_resume(args.resume))):
-            print(f"note: {damage}", file=sys.stderr)
+        for loss in describe_losses(run_to_resume(args.resume)) if args.resume else ():
+            print(f"note: {loss}", file=sys.stderr)
         refuse_no_room(config, place)
         if not args.resume:
             refuse_missing_file(config)

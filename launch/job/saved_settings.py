@@ -16,8 +16,8 @@ from typing import Any
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import checkpoints, read_manifest
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS
-from dynapipe_ext.settings.removed import translate_saved
-from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.settings.removed import list_keys, translate_saved
+from dynapipe_ext.settings.train_config import TrainConfig, read_toml
 from dynapipe_ext.toml_text import parse_toml
 
 SETTINGS_FILE = "config.toml"
@@ -83,14 +83,30 @@ def read_saved_settings(run_dir: Path) -> TrainConfig | None:
     Errors: ConfigError for a config.toml that is no TOML although it is whole; DataError for a damaged checkpoint that
     would take its place.
     """
+    return _read_saved(run_dir)[0]
+
+
+def describe_losses(run_dir: Path) -> list[str]:
+    """Say what a resume does not take of a run's settings: damage, and what only an earlier version had."""
+    return [*filter(None, [_find_damage(run_dir)]), *_read_saved(run_dir)[1]]
+
+
+def _read_saved(run_dir: Path) -> tuple[TrainConfig | None, list[str]]:
+    """Return a run's settings, and what to do instead of those that are gone."""
     file = run_dir / SETTINGS_FILE
-    if not find_damage(run_dir):
-        return TrainConfig.read(file, is_saved=True) if file.is_file() else None
-    newest = checkpoints(run_dir / CHECKPOINTS)[-1]
-    return TrainConfig.from_json(translate_saved(read_manifest(newest).run.settings), str(newest))
+    tables: Mapping[str, Any]
+    if _find_damage(run_dir):
+        file = checkpoints(run_dir / CHECKPOINTS)[-1]
+        tables = read_manifest(file).run.settings
+    elif file.is_file():
+        tables = read_toml(file)
+    else:
+        return None, []
+    translated, gone = translate_saved(tables)
+    return TrainConfig.from_json(translated, str(file)), gone
 
 
-def find_damage(run_dir: Path) -> str:
+def _find_damage(run_dir: Path) -> str:
     """Say what a run's config.toml lacks of what it was written with; empty if it is whole, or if no checkpoint could
     take its place."""
     saved = checkpoints(run_dir / CHECKPOINTS)
@@ -112,4 +128,5 @@ def _is_cut(data: bytes, saved: Mapping[str, Mapping[str, Any]]) -> bool:
         tables = parse_toml(data.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return False  # a mistake of somebody who has edited it, which is told as such
-    return any(name not in tables.get(table, {}) for table, values in saved.items() for name in values)
+    expected, found = (list_keys(translate_saved(raw)[0]).keys() for raw in (saved, tables))
+    return not expected <= found

@@ -125,6 +125,42 @@ def test_an_option_has_one_name() -> None:
     assert {action.option_strings[0] for action in renamed} == {"--from"}  # a word of Python
 
 
+_TRAIN = {"train", "quickstart", "launch"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "commands", "says"),
+    [
+        ("--json-key", {"preprocess"}, "use --json-keys"),
+        ("--vocabulary", {"estimate", "plan"} | _TRAIN, "use --vocabulary-parallel"),
+        ("--width", {"plan"} | _TRAIN, "use --context-parallel (or --cp)"),
+        ("--partitions", {"preprocess"}, "leave it out, as documents keep the order of --input"),
+        ("--input-key", {"preprocess"} | _TRAIN, "use --fields PROMPT RESPONSE"),
+        ("--stages-per-rank", {"estimate", "plan"} | _TRAIN, "leave it out for the usual number of --placement"),
+        ("--efficiency", {"estimate"}, "set efficiency in the file of --cluster"),
+        ("--reserve-gb", {"estimate"}, "set reserved_gb in the file of --cluster"),
+        (
+            "--grace",
+            {"plan", "check-plan", "profile"} | _TRAIN,
+            "set grace_s under [checkpoint] in the file of --config",
+        ),
+        ("--rdzv-backend", {"launch"}, "leave it out"),
+        ("--replica-counts", {"plan"} | _TRAIN, "leave it out, as counts are equal"),
+        ("--wandb", _TRAIN, "use --loggers wandb, and WANDB_PROJECT"),
+    ],
+)
+def test_a_removed_flag_says_what_to_use_in_the_commands_that_have_it(
+    flag: str, commands: set[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {}
+    for command in PARSERS.keys() - {"show-schedule" if flag == "--stages-per-rank" else ""}:
+        with pytest.raises(SystemExit):
+            PARSERS[command].parse_args([flag, "2"])
+        answers[command] = capsys.readouterr().err
+    assert {command for command, answer in answers.items() if f"{flag} was removed: {says}" in answer} == commands
+    assert all(f"unknown {flag}" in answers[command] for command in answers.keys() - commands)
+
+
 def test_memory_is_given_in_one_way() -> None:
     limits = {action.option_strings[0] for _, action in OPTIONS if re.search(r"memory|mb$", action.dest)}
     assert limits == {"--gpu-memory-gb", "--memory-limit-gb"}  # a device, a run's rank

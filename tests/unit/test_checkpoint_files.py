@@ -26,6 +26,8 @@ from dynapipe_ext.executor.checkpoints.folder import (
     refuse_other_model,
 )
 from dynapipe_ext.executor.protocols import OptimizerPlace
+from dynapipe_ext.launch.job.run_directory import CHECKPOINTS
+from dynapipe_ext.launch.job.saved_settings import describe_losses, read_saved_settings
 from dynapipe_ext.models.named_models import preset
 from tests.support.saved_manifests import edit_manifest
 
@@ -61,6 +63,29 @@ def saved(root: Path, step: int, losses: tuple[float, ...] = (1.0,)) -> Path:
     part = folders.begin(root, step)
     (part / "__0_0.distcp").write_bytes(b"1234")
     return folders.publish(part, manifest_of(state(step, losses)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_whole"),
+    [
+        ("context_parallel = 2\n", True),  # written by a run that was resumed since
+        ("width = 2\nstages_per_rank = 0\n", True),
+        ("", False),
+    ],
+)
+def test_a_config_is_cut_if_it_lacks_what_its_checkpoint_has_under_todays_names(
+    settings: str, is_whole: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.toml").write_text(f"[topology]\n{settings}")
+    part = folders.begin(tmp_path / CHECKPOINTS, 3)
+    (part / "__0_0.distcp").write_bytes(b"1234")
+    old = {"topology": {"width": 2, "stages_per_rank": 0}}
+    newest = folders.publish(part, manifest_of(replace(state(3), settings=old)))
+    lost = [f"{tmp_path / 'config.toml'} was cut, as by a crash: the settings of {newest} take its place"]
+    assert describe_losses(tmp_path) == ([] if is_whole else lost)
+    resumed = read_saved_settings(tmp_path)
+    assert resumed is not None
+    assert resumed.topology.context_parallel == 2
 
 
 def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.configured import architecture_of
+from dynapipe_ext.launch.job.saved_settings import describe_losses
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.settings.removed import translate_saved
 from dynapipe_ext.settings.train_config import TrainConfig, list_tables
@@ -128,6 +129,22 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         (
             '[data]\nfields = ["t"]\ntemplate = "prompt"',
             r"fields is \['t'\], plain texts, but template is 'prompt'",
+        ),
+        ('[data]\nfields = ["q", ""]', r"fields is \['q', ''\] but must be a list of strings that are not empty"),
+        (
+            '[run]\nloggers = ["tensorbord"]',
+            r"\[run\] loggers is \['tensorbord'\]: choose from tensorboard, wandb.*mean",
+        ),
+        ("[topology]\ncontext_parallel = 2.5", r"context_parallel is 2.5: choose from auto, or a whole number"),
+        ("[debug]", r"\[debug\] was removed: use \[run\]"),
+        ('[debug]\nlog_dir = "logs"', r"\[debug\] log_dir was removed: use \[run\] log_dir"),
+        ('[debug]\nlog_level = "info"', r"\[debug\] log_level was removed: use \[run\] log_level"),
+        ('[debug]\nplan_dir = "plans"', r"\[debug\] plan_dir was removed: use \[run\] plan_dir"),
+        ('[plan]\nrule = "dynapipe"', r"\[plan\] rule was removed: use \[plan\] split_policy"),
+        ("[topology]\nwidth = 2", r"\[topology\] width was removed: use \[topology\] context_parallel"),
+        (
+            '[topology]\nvocabulary = "head"',
+            r"\[topology\] vocabulary was removed: use \[topology\] vocabulary_parallel",
         ),
         ("[data]\nprefetch_steps = 1", r"\[data\] prefetch_steps was removed: leave it out, as planners stay 2 steps"),
         ("[plan]\nmax_tokens = 4", r"\[plan\] max_tokens is 4 but must be at least pad_multiple, which is 8, or 0"),
@@ -269,6 +286,8 @@ def test_other_stages_than_a_files_have_not_its_layers(
         (["--truncate", "9", "--max-seq-len", "8"], "--truncate is 9 and --max-seq-len 8: give one of them"),
         (["--tokens-per-batch", "9", "--batch-size", "9"], "set exactly one"),
         (["--batch-size", "0"], "set exactly one"),
+        (["--cp", "1_0"], "context_parallel is '1_0': choose from auto, or a whole number"),
+        (["--cp", "2.5"], "context_parallel is 2.5: choose from auto, or a whole number"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(arguments: list[str], says: str) -> None:
@@ -306,13 +325,47 @@ def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path)
 
 def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_are_gone(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[run]\nsteps = 7\ntraced_steps = 1\n[data]\ntext_key = 't'\n")
-    assert parse_train(["--resume", str(tmp_path), "--run-dir", str(tmp_path)]).run.steps == 7
-    saved = {"run": {"tensorboard": True, "traced_steps": 1}, "data": {"input_key": "q", "target_key": "a"}}
-    saved |= {"debug": {"log_dir": "logs"}}
-    assert translate_saved(saved) == {
-        "run": {"log_dir": "logs", "loggers": ["tensorboard"]},
-        "data": {"fields": ["q", "a"]},
-    }
+    resumed = parse_train(["--resume", str(tmp_path), "--run-dir", str(tmp_path)])
+    assert (resumed.run.steps, resumed.data.fields) == (7, ("t",))
+    assert describe_losses(tmp_path) == [
+        "[run] traced_steps 1 was removed: leave it out, as the page draws the last 3 steps"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("saved", "today", "says"),
+    [
+        ({"debug": {"log_dir": "logs"}}, {"run": {"log_dir": "logs"}}, ""),
+        ({"debug": {"log_level": "debug"}}, {"run": {"log_level": "debug"}}, ""),
+        ({"debug": {"plan_dir": "plans"}}, {"run": {"plan_dir": "plans"}}, ""),
+        ({"plan": {"rule": "dynapipe"}}, {"plan": {"split_policy": "dynapipe"}}, ""),
+        ({"topology": {"vocabulary": "head"}}, {"topology": {"vocabulary_parallel": "head"}}, ""),
+        ({"topology": {"width": 2}}, {"topology": {"context_parallel": 2}}, ""),
+        ({"run": {"tensorboard": True, "wandb": ""}}, {"run": {"loggers": ["tensorboard"]}}, ""),
+        ({"run": {"tensorboard": False, "wandb": "mine"}}, {"run": {"loggers": ["wandb"]}}, "'mine' .*WANDB_PROJECT"),
+        ({"data": {"input_key": "", "target_key": "", "text_key": "t"}}, {"data": {"fields": ["t"]}}, ""),
+        ({"data": {"input_key": "q", "target_key": "a"}}, {"data": {"fields": ["q", "a"]}}, ""),
+        ({"data": {"input_key": "q", "target_key": "a", "text_key": "t"}}, {"data": {"fields": ["q", "a"]}}, "'t' was"),
+        ({"data": {"input_key": "", "target_key": "", "text_key": "", "prefetch_steps": 2}}, {}, ""),
+        ({"data": {"prefetch_steps": 4}}, {}, r"^\[data\] prefetch_steps 4 was removed: leave it out"),
+        ({"run": {"traced_steps": 0}}, {}, r"traced_steps 0 was removed"),
+        ({"plan": {"replica_counts": "equal"}}, {}, r"replica_counts 'equal' was removed: leave it out, as counts are"),
+        ({"topology": {"stages_per_rank": 4}}, {}, r"stages_per_rank 4 was removed: .*layers_per_stage"),
+        ({"checkpoint": {"save_format": "megatron"}}, {}, r"'megatron' was removed: .*convert OUTPUT DIR --to FORMAT"),
+        ({"checkpoint": {"output_merged": "whole"}}, {}, r"'whole' was removed: .*convert OUTPUT DIR --merge BASE"),
+        ({"checkpoint": {"background": True}}, {}, r"background True was removed: leave it out"),
+        ({"checkpoint": {"save_format": "hf", "output_merged": "", "background": False}}, {}, ""),
+        ({"run": {"traced_steps": 3}, "plan": {"replica_counts": "free"}, "topology": {"stages_per_rank": 0}}, {}, ""),
+        (TrainConfig().to_json(), TrainConfig().to_json(), ""),
+    ],
+)
+def test_settings_of_earlier_versions_have_todays_names_and_those_that_are_gone_are_told(
+    saved: dict[str, Any], today: dict[str, Any], says: str
+) -> None:
+    translated, gone = translate_saved(saved)
+    assert translated == today
+    assert len(gone) == bool(says)
+    assert all(re.search(says, line) for line in gone)
 
 
 @pytest.mark.parametrize(
