@@ -11,9 +11,9 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
+from dynapipe_ext.launch.job.saved_settings import read_saved_settings
 from dynapipe_ext.launch.run.emulated import PlannedJob, emulated_comparison
-from dynapipe_ext.settings.removed import translate_saved
-from dynapipe_ext.settings.train_config import TrainConfig, read_toml
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import show
 from dynapipe_ext.tools.show.comparison import Comparison
 from dynapipe_ext.tools.show.comparison_page import write_comparison_page
@@ -80,12 +80,13 @@ def shipped_job() -> PlannedJob:
 
 def job_of_run(run_dir: Path) -> PlannedJob:
     """What a run has planned its steps from. Errors: ConfigError for a folder without a run."""
-    settings, costs_file = run_dir / "config.toml", run_dir / "costs.json"
-    if missing := [file.name for file in (settings, costs_file) if not file.is_file()]:
-        raise ConfigError(f"{run_dir} holds no run, as it has no {missing[0]}: name a run's directory")
+    config, costs_file = read_saved_settings(run_dir), run_dir / "costs.json"
+    if config is None or not costs_file.is_file():
+        missing = "costs.json" if config else "config.toml"
+        raise ConfigError(f"{run_dir} holds no run, as it has no {missing}: name a run's directory")
     costs, num_cores = read_run_costs(costs_file)
     return PlannedJob(
-        config=TrainConfig.from_json(translate_saved(read_toml(settings))[0], str(settings)),
+        config=config,
         costs=costs,
         lengths=read_lengths(run_dir / "data" / "lengths.npy"),
         samples_from=f"the data of {run_dir}",

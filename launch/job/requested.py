@@ -114,8 +114,7 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         config = config.with_values(run={"run_dir": place})
     if args.model:
         config = _with_model(config, args)
-    of_file = bool(args.config or args.resume)
-    tables: dict[str, dict[str, Any]] = read_flags(args, config, {"run": debug_settings()}, of_file=of_file)
+    tables = read_flags(args, config, {"run": debug_settings()}, of_file=bool(args.config or args.resume))
     optimizer = tables.setdefault("optimizer", {})
     if "lr" in optimizer and "min_lr" not in optimizer:
         optimizer["min_lr"] = config.optimizer.min_lr * optimizer["lr"] / config.optimizer.lr
@@ -179,7 +178,8 @@ def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str 
             refuse_other_ids(config)
         _open_weights(config)
     address, secret = store_and_secret(args, secret)
-    require_loggers(config)
+    for logger in config.run.loggers:
+        require_logger(logger)
     run_dir, resumed = _resumed_run(args, config)
     refuse_output(config, run_dir, overwrite=args.overwrite)
     return JobRequest(
@@ -241,12 +241,6 @@ def _resumed_run(args: argparse.Namespace, config: TrainConfig) -> tuple[str, Pa
         raise ConfigError(f"--resume {args.resume} goes on in its own directory: leave out --run-dir {args.run_dir}")
     run_dir = run_to_resume(args.resume)
     return str(run_dir), to_go_on_from(run_dir, config, compare=args.compare, overwrite=args.overwrite)
-
-
-def require_loggers(config: TrainConfig) -> None:
-    """Errors: ConfigError for one that is asked for and not installed."""
-    for logger in config.run.loggers:
-        require_logger(logger)
 
 
 def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:

@@ -94,15 +94,13 @@ def describe_losses(run_dir: Path) -> list[str]:
 def _read_saved(run_dir: Path) -> tuple[TrainConfig | None, list[str]]:
     """Return a run's settings, and what to do instead of those that are gone."""
     file = run_dir / SETTINGS_FILE
-    tables: Mapping[str, Any]
     if _find_damage(run_dir):
         file = checkpoints(run_dir / CHECKPOINTS)[-1]
-        tables = read_manifest(file).run.settings
+        translated, gone = translate_saved(read_manifest(file).run.settings)
     elif file.is_file():
-        tables = read_toml(file)
+        translated, gone = translate_saved(read_toml(file))
     else:
         return None, []
-    translated, gone = translate_saved(tables)
     return TrainConfig.from_json(translated, str(file)), gone
 
 

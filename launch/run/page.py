@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.events import StepDone
-from dynapipe_ext.toml_text import parse_toml
+from dynapipe_ext.settings.removed import translate_saved
+from dynapipe_ext.settings.train_config import read_toml
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE, read_events, read_history
 from dynapipe_ext.tools.account.run_series import RunSoFar
 from dynapipe_ext.tools.files import write_atomic
@@ -24,12 +25,8 @@ _MOST_SHARE = 1 / 500  # of rank 0's time that goes into them
 
 
 def read_settings(run_dir: Path) -> SettingTables:
-    """The tables of a run's config.toml. Errors: DataError where it cannot be read."""
-    path = run_dir / "config.toml"
-    try:
-        tables = parse_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read ({error}): give the directory of a run") from error
+    """Return the tables of a run's config.toml, under their names of today. Raises ConfigError if it cannot be read."""
+    tables, _ = translate_saved(read_toml(run_dir / "config.toml"))
     return {name: table for name, table in tables.items() if isinstance(table, dict)}
 
 
@@ -43,7 +40,7 @@ def write_page(
     moves: Sequence[NextMove] | None = None,
     num_tried: int = 0,
 ) -> None:
-    """Write index.html into a run's directory, whole or not at all. Errors: DataError."""
+    """Write index.html into a run's directory, whole or not at all. Errors: ConfigError and DataError."""
     page = RunPage(
         name=run_dir.resolve().name,
         now=datetime.now().astimezone(),
@@ -80,7 +77,7 @@ class LivePage:
             series.add(done)
         start_s = self.clock()
         if start_s >= self._due_s:
-            with suppress(DataError):  # on a full disk it is the run's own files that say so
+            with suppress(ConfigError, DataError):  # on a full disk it is the run's own files that say so
                 write_page(self.run_dir, self.run, going_on=True)
             now_s = self.clock()
             self._due_s = now_s + max(_LEAST_PAUSE_S, (now_s - start_s) / _MOST_SHARE)

@@ -15,6 +15,7 @@ from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.configured import architecture_of
 from dynapipe_ext.launch.job.saved_settings import describe_losses
+from dynapipe_ext.launch.run.page import read_settings
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.settings.removed import translate_saved
 from dynapipe_ext.settings.train_config import TrainConfig, list_tables
@@ -327,6 +328,7 @@ def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_are_gone(t
     (tmp_path / "config.toml").write_text("[run]\nsteps = 7\ntraced_steps = 1\n[data]\ntext_key = 't'\n")
     resumed = parse_train(["--resume", str(tmp_path), "--run-dir", str(tmp_path)])
     assert (resumed.run.steps, resumed.data.fields) == (7, ("t",))
+    assert read_settings(tmp_path) == {"run": {"steps": 7}, "data": {"fields": ["t"]}}  # which pages compare
     assert describe_losses(tmp_path) == [
         "[run] traced_steps 1 was removed: leave it out, as the page draws the last 3 steps"
     ]
