@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -203,6 +204,11 @@ def test_bad_arguments_are_refused_by_name(words, said):
 def test_a_lengths_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(DataError, match="cannot be read as lengths"):
         run("--model", "gpt2", "--lengths", str(tmp_path / "none.npy"))
+
+
+def test_the_guide_names_every_key_of_a_cluster_s_file(root):
+    page = (root / ".github/docs/tools.md").read_text()
+    assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == estimate_command._CLUSTER_FIGURES
 
 
 def test_figures_of_a_cluster_are_those_of_its_file(tmp_path):
