@@ -37,7 +37,7 @@ from dynapipe_ext.schedules.step_plan import StepPlan, predict, price_replicas
 Schedules = tuple[PipelineSchedule, ...]
 
 _FORWARD_SHARE = 4  # forward-only steps leave less to choose: cuts and replicas get one part in this many of the effort
-REFIT_SHARE = 4  # a search near a plan gets one part in this many of the effort
+_NEAR_SHARE = 4  # a search near a plan gets one part in this many of the effort
 _FINER_ROUNDS = 3  # in which rows of documents are halved, if that makes a step shorter
 # Searches have ended up to 1.2 % before the hoped time, if rows of several lengths filled and drained the pipeline.
 _MAY_BE_OFF = 1 / 64
@@ -205,8 +205,7 @@ def _plan_in_finer_pieces(
     """Return the best plan of the most promising cut into pieces, with some short rows of documents in two each, or two
     in one, if it then ends earlier."""
     best = _plan_in_pieces(problem, samples, step, [min(choices, key=attrgetter("hoped_ns"))])
-    rules = problem.rules
-    near = replace(problem, kinds=_list_kinds(problem), rules=replace(rules, effort=rules.effort // REFIT_SHARE))
+    rules, near = problem.rules, _with_less_effort(replace(problem, kinds=_list_kinds(problem)))
     for _ in range(_FINER_ROUNDS):
         before, rows = best, [replica.micro_batches for replica in best.batch.replicas]
         for replicas in list_finer_splits(rows, equal_counts=rules.equal_counts, max_tokens=rules.max_tokens):
@@ -215,6 +214,11 @@ def _plan_in_finer_pieces(
         if best is before:
             break
     return best
+
+
+def _with_less_effort(problem: StepProblem) -> StepProblem:
+    """Return the problem of a search near a plan that is known."""
+    return replace(problem, rules=replace(problem.rules, effort=problem.rules.effort // _NEAR_SHARE))
 
 
 def _pick_sooner(problem: StepProblem, plans: Iterable[StepPlan]) -> StepPlan:
@@ -233,6 +237,7 @@ def _add_sliced_heads(problem: StepProblem, kinds: tuple[Recompute, ...]) -> tup
 def refit(problem: StepProblem, before: StepPlan) -> StepPlan:
     """Search again for those replicas of a plan that exceed the memory limit, with the same micro-batches. Raises
     PlanError if these do not fit."""
+    problem = _with_less_effort(problem)
     over = [d for d, one in enumerate(before.predictions) if max(one.peak_bytes) > problem.limit_bytes]
     replicas = [list(replica.micro_batches) for replica in before.batch.replicas]
     schedules, priced = list(before.schedules), list(before.costs)

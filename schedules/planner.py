@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -25,7 +25,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel, MicroBatchPricer, UserCosts, as_cost_model
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.partitioning.pieces import list_piece_sizes
-from dynapipe_ext.schedules.candidates import REFIT_SHARE, plan_fastest, plan_forwards, refit
+from dynapipe_ext.schedules.candidates import plan_fastest, plan_forwards, refit
 from dynapipe_ext.schedules.evaluation.simulate import SharedCores
 from dynapipe_ext.schedules.search.optimizer import NO_LIMIT_BYTES
 from dynapipe_ext.schedules.search.proposals import StepProblem, make_possible
@@ -61,7 +61,7 @@ class Planner(PlanRules):
     collectives: ReplicaCollectives | None = field(default=None, kw_only=True)
     num_cores: int | None = field(default=None, kw_only=True)
     widths: tuple[int, ...] = field(default=(), kw_only=True)
-    _costs: Mapping[int, CostModel] = field(init=False, repr=False, compare=False)  # by context-parallel degree
+    _problems: Mapping[int, StepProblem] = field(init=False, repr=False, compare=False)  # by context-parallel degree
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -77,9 +77,8 @@ class Planner(PlanRules):
         _check_values(self)
         check_rules(self, counts_may_be_free=any(map(self._frees_counts, self.allowed_widths)))
         check_placed(self.schedule, self.topology)
-        by_width = {width: costs.at_width(width) for width in self.widths} or {self.topology.width: costs}
-        _check_pieces([(self._rules_at(width), one) for width, one in by_width.items()])
-        object.__setattr__(self, "_costs", by_width)
+        object.__setattr__(self, "_problems", {width: self._make_problem(width) for width in self.allowed_widths})
+        _check_pieces(self._problems.values())
 
     @property
     def allowed_widths(self) -> tuple[int, ...]:
@@ -93,34 +92,37 @@ class Planner(PlanRules):
         collectives = self.collectives or self.costs.facts.replica_collectives or ReplicaCollectives()
         return any(collectives.of_micro_batches) and not any(collectives.at_width(width).of_micro_batches)
 
-    def _rules_at(self, width: int) -> PlanRules:
-        """Return the rules for full rows, of which each rank of a context-parallel group has a slice: `pad_multiple`
-        and `max_tokens` are of a slice's positions. Samples stay whole if replicas need equal counts."""
+    def _make_problem(self, cp_degree: int) -> StepProblem:
+        """Make the problem of a step at one context-parallel degree.
+
+        Its rules are for full rows, of which each rank of a group has a slice; `pad_multiple` and `max_tokens` are of a
+        slice's positions. Samples stay whole if replicas need equal counts.
+        """
         rules = self.as_keywords()
-        if self.equal_counts and self._frees_counts(width):
+        if self.equal_counts and self._frees_counts(cp_degree):
             rules["replica_counts"] = "free"
         elif self.equal_counts:
             rules["pieces"] = "off"
-        rules["pad_multiple"] *= width
-        rules["max_tokens"] *= width
+        rules["pad_multiple"] *= cp_degree
+        rules["max_tokens"] *= cp_degree
         if not isinstance(rules["pieces"], str):  # no piece is shorter than what rows are rounded up to
             rules["pieces"] = max(rules["pieces"], rules["pad_multiple"])
-        return PlanRules(**rules)
+        kinds = LAYER_RECOMPUTES if self.recompute == "auto" else (self.recompute,)
+        return StepProblem(
+            topology=self.topology.at_width(cp_degree),
+            costs=self.costs.at_width(cp_degree),
+            limit_bytes=int(self.memory_limit_bytes),
+            rules=PlanRules(**rules),
+            kinds=("none",) if self.forward_only else kinds,
+            seed=self.seed,
+            cores=self.shared_cores and replace(self.shared_cores, tp=self.topology.tp * cp_degree),
+        )
 
-    def _problem_at(self, width: int, reserve_bytes: int = 0, *, effort_share: int = 1) -> StepProblem:
+    def _problem_at(self, cp_degree: int, reserve_bytes: int = 0) -> StepProblem:
         limit_bytes = int(self.memory_limit_bytes) - reserve_bytes
         if limit_bytes <= 0:
             raise PlanError(f"{limit_bytes} B are left for a rank: raise memory_limit_bytes")
-        kinds = LAYER_RECOMPUTES if self.recompute == "auto" else (self.recompute,)
-        return StepProblem(
-            topology=self.topology.at_width(width),
-            costs=self._costs[width],
-            limit_bytes=limit_bytes,
-            rules=replace(self._rules_at(width), effort=self.effort // effort_share),
-            kinds=("none",) if self.forward_only else kinds,
-            seed=self.seed,
-            cores=self.shared_cores and replace(self.shared_cores, tp=self.topology.tp * width),
-        )
+        return replace(self._problems[cp_degree], limit_bytes=limit_bytes)
 
     @property
     def activation_format(self) -> ActivationFormat:
@@ -194,7 +196,7 @@ class Planner(PlanRules):
         """
         samples = as_samples(lengths)
         _check_count("reserve_bytes", reserve_bytes)
-        problem = self._problem_at(plan.width, reserve_bytes, effort_share=REFIT_SHARE)
+        problem = self._problem_at(plan.width, reserve_bytes)
         pieces = list_piece_sizes(problem.rules.pieces, max(s.encoder for s in samples), problem.rules.max_tokens)
         refitted: StepPlan | None = None
         if self.schedule == "adaptive" and not pieces and not self.forward_only:
@@ -235,11 +237,11 @@ class Planner(PlanRules):
         """Return the plan with the bounds of these samples; that of the whole batch holds for all widths."""
         check_cover(plan.batch, samples)
         limit, ranks = int(self.memory_limit_bytes), self.topology.stage_ranks
-        certificate = certify(plan, self._costs[plan.width], samples, memory_limit_bytes=limit)
+        certificate = certify(plan, self._problems[plan.width].costs, samples, memory_limit_bytes=limit)
         if self.widths:
             bounds = [
-                bound_batch_ns(plan, self._costs[w], samples, ranks, self.topology.at_width(w).num_replicas, limit)
-                for w in self.widths
+                bound_batch_ns(plan, one.costs, samples, ranks, one.topology.num_replicas, limit)
+                for one in self._problems.values()
             ]
             least_ns = None if None in bounds else min(bound for bound in bounds if bound is not None)
             certificate = replace(certificate, batch_ns=least_ns)
@@ -313,9 +315,9 @@ def _check_values(planner: Planner) -> None:
         raise ConfigError(fault)
 
 
-def _check_pieces(problems: Sequence[tuple[PlanRules, CostModel]]) -> None:
+def _check_pieces(problems: Iterable[StepProblem]) -> None:
     """Check that costs price the pieces that the rules of a degree have. Raises ConfigError."""
-    for rules, costs in problems:
+    for rules, costs in ((problem.rules, problem.costs) for problem in problems):
         if rules.pieces != "off" and not costs.facts.prices_pieces:
             raise ConfigError(
                 f"pieces is {rules.pieces!r} but these {_name_costs(costs)} have no price for pieces of long samples:"

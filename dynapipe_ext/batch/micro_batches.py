@@ -135,9 +135,9 @@ def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) ->
             and (not s.first or (s.first < s.encoder and not s.decoder and not s.start))
         ):
             raise DataError(
-                f"a sample has (index, encoder, decoder, target, start, first) ({', '.join(map(short, counts))}): give"
-                " integers, encoder 1 to 2^31, decoder up to 2^31, target up to their sum, and first only to"
-                " decoder-only pairs"
+                f"a sample is (index, encoder, decoder, target, start, first) = ({', '.join(map(short, counts))}): give"
+                " integers, 1 <= encoder <= 2^31, decoder <= 2^31, target <= their sum, a first document only of a"
+                " whole decoder-only sample"
             )
     return samples
 

@@ -129,7 +129,7 @@ def test_layers_that_only_looked_best_with_little_effort_leave_the_place_to_even
             raise PlanError("this one only looked best")
         return planner.plan(samples)
 
-    (best,), (unspoilt,) = replace(tried, step_of=step_of).trials(("linear",)), tried.trials(("linear",))
+    (best,), (unspoilt,) = replace(tried, step_of=step_of).list_trials(("linear",)), tried.list_trials(("linear",))
     assert best.topology == even != unspoilt.topology
 
 

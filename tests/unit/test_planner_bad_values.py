@@ -35,7 +35,7 @@ NAN = float("nan")
 )
 def test_a_sample_that_cannot_be_is_refused_with_its_numbers(changed: dict[str, Any]) -> None:
     sample = SampleLength(**{"index": 5, "encoder": 7, "target": 7, **changed})
-    with pytest.raises(DataError, match=r"a sample has \(index, .*, 7.*\): give integers, encoder 1 to 2\^31"):
+    with pytest.raises(DataError, match=r"a sample is \(index, .* = \(.*, 7.*\): give integers, 1 <= encoder <= 2\^31"):
         PLANNER.plan([SampleLength(0, 9, 0, 9), sample])
 
 
