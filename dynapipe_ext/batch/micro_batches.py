@@ -136,7 +136,7 @@ def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) ->
         ):
             raise DataError(
                 f"a sample is (index, encoder, decoder, target, start, first) = ({', '.join(map(short, counts))}): give"
-                " integers, 1 <= encoder <= 2^31, decoder <= 2^31, target <= their sum, a first document only of a"
+                " integers, 1 <= encoder <= 2^31, decoder <= 2^31, target <= their sum, first only in a"
                 " whole decoder-only sample"
             )
     return samples
@@ -175,7 +175,7 @@ def recompute_of_layers(recompute: Recompute) -> Recompute:
 
 
 def with_sliced_head(kinds: Sequence[Recompute]) -> tuple[Recompute, ...]:
-    """Return the same modes with a chunked head.
+    """Return these modes with the output head computed in slices.
 
     >>> with_sliced_head(("none", "full"))
     ('head', 'head+full')

@@ -232,11 +232,11 @@ def _list_between(tried: Sequence[int], best: int, dp: int, most: int) -> list[i
 def compute_document_costs(
     samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowPackingPolicy
 ) -> list[int]:
-    """Return the cost of each sample: that of a full row of samples of its length, over their number. So a short one
+    """Return each sample's bottleneck time in ns, as a share of a full row of samples of its length. So a short one
     does not bear the overhead of a micro-batch of its own.
 
-    The row is halved, down to the longest sample, while such rows of all lengths have too many documents together, or
-    while `evaluate` cannot price it.
+    If `evaluate` cannot price such rows, or those of all lengths hold more than 2^18 documents, the row is halved, down
+    to the longest sample.
     """
     shapes = {(s.encoder, s.decoder, s.first): s for s in samples}
     longest = max(max(shape) for shape in shapes)
@@ -260,12 +260,11 @@ def compute_document_costs(
 
 
 def list_graded_sizes(whole: int, full: int, step: float, dp: int) -> list[int]:
-    """Return sizes of rows that hold `whole` together, the largest first.
+    """Return sizes of rows that hold at least `whole` together, the largest first.
 
-    A multiple of dp have the `full` size. Of each smaller size, `step` times the next, each replica has two, for its
-    first and last micro-batches.
-
-    A pipeline fills and drains without waiting for long if micro-batches grow and shrink by little.
+    A multiple of dp rows have size `full`. Each smaller size, about `step` times the one before, has two rows per
+    replica, for its ends. If these exceed `whole`, the largest are left out. A pipeline fills and drains fast if sizes
+    change slowly.
 
     >>> list_graded_sizes(100, 10, 0.8, 1)
     [10, 10, 10, 10, 8, 8, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1]

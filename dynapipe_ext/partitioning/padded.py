@@ -252,7 +252,7 @@ class _Table:
         self.price_up_to(0)
 
     def price_up_to(self, most_ns: int) -> None:
-        """Price all ranges that take no longer than that; 0: those of one sample."""
+        """Price all runs of neighbouring samples that take up to `most_ns`; 0: single samples."""
         count = self.own.shape[1] if most_ns else 1
         alive, longest, high = np.arange(len(self.last)), self.own[:, self.last], 0
         while high < count and len(alive):
@@ -294,7 +294,7 @@ class _Table:
         return np.where(late, np.int32(-1), self.cells), np.where(late, INFEASIBLE, times)
 
     def list_shapes(self, most_ns: int) -> ShapeIndex:
-        """Return the number of the shape of each range by (last sample, rows - 1), or -1 if it takes over `most_ns`."""
+        """Return the shape index of each run of samples by [last sample, rows - 1]; -1: over `most_ns` or a cap."""
         cells, _ = self._list_cells(most_ns)
         cells = cells[: int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1]
         rows, samples = np.indices((len(cells), len(self.member)), np.int32, sparse=True)

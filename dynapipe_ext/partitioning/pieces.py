@@ -125,8 +125,8 @@ class PieceChoice:
 
 
 def pick_promising(choices: Sequence[PieceChoice], *, with_smallest: bool = False) -> list[PieceChoice]:
-    """Return the choice that is expected to be fastest, and the one that a good search may make fastest, mostly equal.
-    If asked for, those that cut into the smallest pieces follow: one of them needs the fewest bytes."""
+    """Return the choices with the least expected and the least hoped-for time (often the same one). With
+    `with_smallest`, choices with the smallest pieces follow: one of them needs the least memory."""
     best = [min(choices, key=attrgetter(by)) for by in ("makespan_ns", "hoped_ns")]
     tokens = min(choice.tokens for choice in choices)
     return list(dict.fromkeys([*best, *(one for one in choices if with_smallest and one.tokens == tokens)]))
@@ -208,12 +208,10 @@ def cut_into_pieces(sample: SampleLength, max_tokens: int, multiple: int, time: 
 def pack_with_pieces(
     samples: Sequence[SampleLength], time: RowTime, evaluate: MicroBatchEvaluate, rule: RowPackingPolicy
 ) -> list[MicroBatch]:
-    """Return packed rows of about `rule.max_tokens` positions, of long samples and short documents.
+    """Return packed rows of about `rule.max_tokens` positions. Raises PlanError if `evaluate` cannot price one.
 
-    Longer samples are cut into pieces of equal time, one per row. Documents follow, the most expensive first, each in
-    the row with free positions that costs least so far, whether a piece is in it or not.
-
-    Raises PlanError for rows that `evaluate` cannot price.
+    Samples longer than a row (`rule.room`) are cut into pieces of equal time, one per row. Then each shorter sample,
+    the most expensive first, joins the row that costs least so far and has room, with or without a piece.
     """
     long = [s for s in samples if s.encoder > rule.room]
     short = [s for s in samples if s.encoder <= rule.room]

@@ -145,9 +145,9 @@ _NEXT_TO_NOTHING_NS = 1e-12  # of a square, if attention took no measurable time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFloor:
-    """Least times per pipeline rank: `work_ns` of all samples, `head_ns` before it, `tail_ns` after it (0 for split
-    backwards, since W may come last). `chain_ns`: the longest of the samples' least dependency chains; with
-    pieces, the longest sample's work on its busiest rank."""
+    """Least ns per pipeline rank: `work_ns`, F and B of all samples; `head_ns`, F of earlier stages before it starts;
+    `tail_ns`, B of these after it ends (0 for split backwards, as W may come last). `chain_ns`: the longest of the
+    samples' least dependency chains; with pieces, the longest sample's work on its busiest rank."""
 
     work_ns: FloatArray
     head_ns: FloatArray

@@ -55,9 +55,9 @@ def cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int, order: Sequence[i
 
 
 def clustered_cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int) -> PipelineSchedule:
-    """Return the fastest cyclic schedule whose injection order permutes three clusters of micro-batches by time.
+    """Return the fastest `cyclic` schedule of the six orders of short, medium and long micro-batches.
 
-    Raises PlanError as cyclic.
+    Raises PlanError for a micro-batch that does not fit.
     """
     time_ns = (costs.forward_ns + costs.backward_ns).max(axis=0)
     clusters = [part.tolist() for part in np.array_split(np.argsort(time_ns, kind="stable"), _CLUSTERS)]

@@ -66,8 +66,8 @@ def list_policies(*, split: bool) -> list[DispatchPolicy]:
 
 
 class AnnealingSchedule(NamedTuple):
-    """The moves of an endless walk that a search makes: `moves` of them, after the `begun` ones. After `cooling` moves,
-    a move may cost half of what the first may. So a longer walk begins as a shorter one, and ends no worse."""
+    """A part of an endless walk of a search: `moves` moves after the first `begun`. Move n may cost cooling / (cooling
+    + n) of what the first may. So a longer walk begins as a shorter one, and ends no worse."""
 
     seed: int
     moves: int
@@ -233,9 +233,8 @@ def make_records(kind_costs: Sequence[MicroBatchCosts], *, split: bool) -> IntAr
 def list_start_orders(
     group: Sequence[int], work_ns: Sequence[int], sample_pieces: Sequence[SamplePieces] = ()
 ) -> list[list[int]]:
-    """List a replica's orders to begin with: the natural one, and another one that is cheap at both ends (a short fill
-    and drain, and neighbours alike). `work_ns` are of all cuts. The pieces of a sample stay together, and count as
-    one."""
+    """List the first orders of a replica's cuts `group` (indices): as given, and by time, up and then down, for a short
+    fill and drain. `work_ns[m]` is the time of cut m, over all replicas. A sample's pieces stay together, as one."""
     later = {m for pieces in sample_pieces for m in pieces[1:]}
     units = {pieces[0]: pieces for pieces in sample_pieces}
     firsts = [m for m in group if m not in later]

@@ -74,7 +74,7 @@ def test_lengths_with_a_fourth_column_are_of_pairs():
 @pytest.mark.parametrize("wrong", [{"first": 9}, {"first": -1}, {"first": 3, "decoder": 2}, {"first": 3, "start": 1}])
 def test_a_sample_that_is_no_whole_pair_is_not_planned_as_one(wrong):
     planner = Planner(Topology(), TokenCosts(1), 10**9, format=ActivationFormat(16))
-    with pytest.raises(DataError, match="a first document only of a whole decoder-only sample"):
+    with pytest.raises(DataError, match="first only in a whole decoder-only sample"):
         planner.plan([SampleLength(0, **{"encoder": 9, "target": 4, **wrong})])
 
 
