@@ -74,7 +74,8 @@ class Planner(PlanRules):
         if costs.facts.width != self.topology.width:
             costs = costs.at_width(self.topology.width)
         object.__setattr__(self, "costs", costs)
-        _check_values(self)
+        if fault := next(_list_faults(self), None):
+            raise ConfigError(fault)
         check_rules(self, counts_may_be_free=any(map(self._frees_counts, self.allowed_widths)))
         check_placed(self.schedule, self.topology)
         object.__setattr__(self, "_problems", {width: self._make_problem(width) for width in self.allowed_widths})
@@ -296,23 +297,13 @@ def _name_costs(costs: CostModel) -> str:
 
 def _check_types(planner: Planner) -> None:
     """Check the classes of a planner's values. Raises ConfigError naming field, value and class."""
-    for name, kind, may_be_none in (
-        ("topology", Topology, False),
-        ("format", ActivationFormat, True),
-        ("collectives", ReplicaCollectives, True),
-    ):
+    kinds = {"topology": Topology, "format": ActivationFormat, "collectives": ReplicaCollectives}
+    for name, kind in kinds.items():
         value = getattr(planner, name)
-        if not isinstance(value, kind) and not (may_be_none and value is None):
-            kinds = f"{kind.__name__} or None" if may_be_none else kind.__name__
-            raise ConfigError(f"{name} is {short(value)} but must be of type {kinds}: give such a value")
+        if not isinstance(value, kind) and (value is not None or name == "topology"):
+            raise ConfigError(f"{name} is {short(value)} but must be of type {kind.__name__}: give such a value")
     if not isinstance(planner.costs, MicroBatchPricer):
         raise ConfigError(f"costs are {short(planner.costs)}, which price nothing: give a cost model (TokenCosts)")
-
-
-def _check_values(planner: Planner) -> None:
-    """Check a planner's limits, degrees and collectives against each other and its costs. Raises ConfigError."""
-    if fault := next(_list_faults(planner), None):
-        raise ConfigError(fault)
 
 
 def _check_pieces(problems: Iterable[StepProblem]) -> None:
@@ -327,6 +318,7 @@ def _check_pieces(problems: Iterable[StepProblem]) -> None:
 
 
 def _list_faults(planner: Planner) -> Iterator[str]:
+    """Yield what is wrong with limits, degrees and collectives, alone, together and for these costs."""
     limit, seed, cores = planner.memory_limit_bytes, planner.seed, planner.num_cores
     widths, topology = planner.widths, planner.topology
     if not isinstance(limit, int | float | np.integer) or isinstance(limit, bool) or not 1 <= limit <= NO_LIMIT_BYTES:
