@@ -57,7 +57,7 @@ def _read(kind: Any, raw: Any) -> Any:
     if kind is Architecture:
         return Architecture.from_json(raw)
     if origin is tuple:
-        return tuple(raw)
+        return tuple(_read(arguments[0], one) for one in raw)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {int(name) if arguments[0] is int else name: _read(arguments[1], one) for name, one in raw.items()}
     is_described = isinstance(kind, type) and is_dataclass(kind) and not isinstance(raw, kind)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares
 
 _FASTEST = 1e15  # bytes/s: of exchanges whose time does not grow with their bytes
 _MOST_TAX = 100.0
+Seconds = tuple[tuple[int, float], ...]  # of exchanges, after the bytes that a rank received
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,66 +35,45 @@ class MeasuredBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """Measured seconds of a context-parallel group. `even_s`, `gathered_s`: exchanges, by the bytes that a rank
-    received. `whole_s`: a layer's forward and backward on a long row, on one rank. `slice_s`: the same on the position
-    shards of a group's ranks, without exchanges.
+    """Measured seconds of a context-parallel group: of exchanges; `whole_s` of a layer's forward and backward on a long
+    row, on one rank; `slice_s` of the same on the position shards of a group's ranks, without exchanges.
     """
 
-    even_s: Mapping[int, float]
-    gathered_s: Mapping[int, float]
+    even_s: Seconds
+    gathered_s: Seconds
     whole_s: float
     slice_s: float
 
     def __post_init__(self) -> None:
         for times in (self.even_s, self.gathered_s):
-            if len(times) < 2 or not all(num_bytes > 0 and 0 < s < 1e6 for num_bytes, s in times.items()):
-                raise DataError(
-                    f"seconds by bytes are {short(dict(times))} but an exchange needs two sizes: measure again"
-                )
+            if len(times) < 2 or not all(num_bytes > 0 and 0 < s < 1e6 for num_bytes, s in times):
+                raise DataError(f"seconds by bytes are {short(times)} but an exchange needs two sizes: measure again")
         if not (0 < self.whole_s < 1e6 and 0 < self.slice_s < 1e6):
             raise DataError(f"a layer took {self.whole_s} s, on slices {self.slice_s} s: measure again")
 
     def block(self, width: int) -> MeasuredBlock:
         """Return the fitted exchanges and overhead of a group of `width` ranks."""
-        tax = self.slice_s / (self.whole_s / width) - 1
-        return MeasuredBlock(
-            even=fit_link(self.even_s),
-            gathered=fit_link(self.gathered_s),
-            tax=round(min(max(0.0, tax), _MOST_TAX), 4),
-        )
+        tax = min(max(0.0, self.slice_s / (self.whole_s / width) - 1), _MOST_TAX)
+        return MeasuredBlock(even=fit_link(self.even_s), gathered=fit_link(self.gathered_s), tax=round(tax, 4))
 
     def find_errors(self, width: int) -> FloatArray:
         """Return |fitted - measured| / measured of every exchange."""
         block = self.block(width)
         pairs = ((block.even, self.even_s), (block.gathered, self.gathered_s))
         return np.array(
-            [
-                abs(link.latency_ns + 1e9 * num_bytes / link.bytes_per_s - 1e9 * s) / (1e9 * s)
-                for link, times in pairs
-                for num_bytes, s in times.items()
-            ]
+            [abs(link.latency_ns / 1e9 + n / link.bytes_per_s - s) / s for link, times in pairs for n, s in times]
         )
 
-    def to_json(self) -> dict[str, Any]:
-        raw = asdict(self)
-        for name in ("even_s", "gathered_s"):
-            raw[name] = [[num_bytes, s] for num_bytes, s in raw[name].items()]
-        return raw
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> BlockTimes:
-        times = {name: {int(size): float(s) for size, s in raw[name]} for name in ("even_s", "gathered_s")}
-        return cls(whole_s=float(raw["whole_s"]), slice_s=float(raw["slice_s"]), **times)
-
-
-def fit_link(seconds: Mapping[int, float]) -> Link:
+def fit_link(seconds: Seconds) -> Link:
     """Fit latency and bytes/s with least relative errors to the seconds of exchanges by their bytes.
 
-    >>> fit_link({1000: 2e-6, 10**6: 1.001e-3})
+    >>> fit_link(((1000, 2e-6), (10**6, 1.001e-3)))
     Link(latency_ns=1000, bytes_per_s=1000000000)
     """
-    sizes, ns = np.array(list(seconds), np.float64), 1e9 * np.array(list(seconds.values()))
-    latency_ns, ns_per_byte = non_negative_least_squares(np.stack([np.ones_like(sizes), sizes], axis=1), ns).tolist()
+    sizes, times_s = np.array(seconds, np.float64).T
+    columns = np.stack([np.ones_like(sizes), sizes], axis=1)
+    latency_ns, ns_per_byte = non_negative_least_squares(columns, 1e9 * times_s).tolist()
     return Link(round(latency_ns), max(1, min(_FASTEST, round(1e9 / ns_per_byte) if ns_per_byte else _FASTEST)))
 
 
@@ -102,9 +81,8 @@ def describe_blocks(blocks: Mapping[int, BlockTimes]) -> list[str]:
     """Return a line per context-parallel degree."""
     lines = []
     for width, times in sorted(blocks.items()):
-        one = times.block(width)
+        one, error = times.block(width), 100 * float(times.find_errors(width).mean())
         links = (("exchange", one.even), ("gathering", one.gathered))
         words = [f"{name} {link.latency_ns / 1e3:.0f} us + {link.bytes_per_s / 1e9:.2f} GB/s" for name, link in links]
-        error = 100 * float(times.find_errors(width).mean())
         lines.append(f"width {width}: {', '.join(words)} (fits off by {error:.0f} %), tax {100 * one.tax:.0f} %")
     return lines

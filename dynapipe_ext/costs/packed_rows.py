@@ -20,8 +20,8 @@ _GROWS_WITH: Mapping[LayerKind, tuple[int, ...]] = {"encoder": (0, 1, 3), "decod
 def count_packed_sizes(features: Features) -> FloatArray:
     """Return what bytes of packed rows grow with, (6, M); zeros for rows that are not packed, or attended to whole."""
     is_packed = np.zeros(features.positions.shape[1], bool)
-    for index, m in enumerate(features.micro_batches):
-        is_packed[index] = m.layout == "packed" and m.attention != "row"
+    if features.micro_batches:
+        is_packed[:] = [m.layout == "packed" and m.attention != "row" for m in features.micro_batches]
     sizes = is_packed * np.vstack([is_packed, features.positions]).astype(np.float64)
     if features.pieces is not None:
         sizes[3] -= 2 * features.pieces.before * features.pieces.own  # of documents, not of earlier pieces
@@ -51,15 +51,15 @@ class PackedLayer:
         """Fit (stored, peak) bytes of rows with the least relative errors."""
         places = list(_GROWS_WITH[kind])
         terms = count_packed_sizes(Features.from_micro_batches(rows))[places].T
-
-        def fit_terms(values: Sequence[int]) -> tuple[float, ...]:
-            coefficients = np.zeros(_SIZES)
-            coefficients[places] = non_negative_least_squares(terms, np.array(values, np.float64))
-            return tuple(round(float(x), 6) for x in coefficients)
-
-        stored, peak = zip(*measured, strict=True)
-        return cls(stored_bytes=fit_terms(stored), peak_bytes=fit_terms(peak))
+        fitted = np.zeros((2, _SIZES))
+        fitted[:, places] = [non_negative_least_squares(terms, values) for values in np.array(measured, np.float64).T]
+        stored, peak = (tuple(round(x, 6) for x in coefficients) for coefficients in fitted.tolist())
+        return cls(stored_bytes=stored, peak_bytes=peak)
 
     def multiply(self, sizes: FloatArray) -> FloatArray:
-        """Return (stored, peak) MB, (2, M)."""
-        return np.stack([1e-6 * product(sizes.T, terms) for terms in (self.stored_bytes, self.peak_bytes)])
+        """Return (stored, peak) MB, (2, M); zeros for rows without sizes."""
+        megabytes, is_packed = np.zeros((2, sizes.shape[1])), sizes[0] > 0
+        if is_packed.any():
+            coefficients = np.transpose([self.stored_bytes, self.peak_bytes])
+            megabytes[:, is_packed] = 1e-6 * product(sizes[:, is_packed].T, coefficients).T
+        return megabytes

@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.costs.blocks import BlockAttention
-from dynapipe_ext.costs.features import SUM_BYTES, Features, PiecePositions, split_kinds
+from dynapipe_ext.costs.features import SUM_BYTES, Features, split_kinds
 from dynapipe_ext.costs.grid import Grid
-from dynapipe_ext.costs.layers import COLUMNS
+from dynapipe_ext.costs.layers import price_layer
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.packed_rows import PackedLayer, count_packed_sizes
 from dynapipe_ext.costs.surface import Measured
@@ -26,43 +25,30 @@ from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, pr
 _MOST = 1e6  # ns or bytes for a position or a pair of them: so that those of the longest samples fit into 64 bits
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredPieces:
-    """One layer's measurement of a sample in pieces, all forwards, then all backwards: seconds of each F and B in the
-    order of positions. `stored_bytes` are those after the last F, with the keys and values kept for other pieces.
-    `peak_bytes` are the maximum at any time.
-    """
-
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    stored_bytes: int
-    peak_bytes: int
-
-
-class MeasurePieces(Protocol):
-    """A measurement of one sample's pieces in one layer; None if they do not fit. With `bytes_only` times are 0."""
-
-    def __call__(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None: ...
+def _check(name: str, value: float, least: float = 0.0) -> None:
+    if not least <= value <= _MOST:
+        raise DataError(f"{name} is {short(value)} but must be a number of {least:g} to {_MOST:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleInPieces:
     """A sample measured in pieces of `size` positions each, its first two by themselves, and `document`, a packed row
-    with one document of that size."""
+    with one document of that size. Bytes that pieces store are those after the last F, with keys and values kept for
+    other pieces.
+    """
 
     size: int
     document: Measured
-    pieces: MeasuredPieces
-    two: MeasuredPieces
+    pieces: Measured
+    two: Measured
 
     @property
-    def starts(self) -> list[int]:
-        return [number * self.size for number in range(len(self.pieces.forward_s))]
+    def count(self) -> int:
+        return len(self.pieces.each_s) // 2
 
     def with_table_bytes(self, grid: Grid, packed: PackedLayer | None) -> SampleInPieces:
         """Take a table's bytes for the document: those of its grid of layers, or of packed rows, if more."""
-        values, _ = grid.interpolate([np.ones(1), np.array([self.size], np.float64)])
-        megabytes = values[[grid.columns.index(name) for name in COLUMNS[2:]]]
+        megabytes = price_layer(grid, np.array([[1.0], [self.size]]))[0][3:]
         if packed is not None:
             row = MicroBatch((SampleLength(0, self.size),), "packed")
             megabytes = np.maximum(megabytes, packed.multiply(count_packed_sizes(Features.from_micro_batches([row]))))
@@ -84,14 +70,12 @@ class PairGrowth:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if not isinstance(value := getattr(self, name), int | float) or not 0 <= value <= _MOST:
-                raise DataError(f"{name} of a piece is {short(value)} but must be a number of 0 to {_MOST:g}")
+            _check(f"{name} of a piece", getattr(self, name))
 
     @classmethod
-    def fit(cls, pairs: Sequence[tuple[int, int]], values: FloatArray, of_whole: FloatArray) -> PairGrowth:
+    def fit(cls, own: FloatArray, before: FloatArray, values: FloatArray, of_whole: FloatArray) -> PairGrowth:
         """Fit values at pairs (q, p) with the least squared errors relative to `of_whole`, which they are parts of."""
-        columns = _stack_columns(*np.array(pairs, np.float64).T)
-        return cls(*non_negative_least_squares(columns, values, relative_to=of_whole).tolist())
+        return cls(*non_negative_least_squares(_stack_columns(own, before), values, relative_to=of_whole).tolist())
 
     def __call__(self, own: FloatArray | IntArray, before: FloatArray | IntArray) -> FloatArray:
         return product(_stack_columns(own, before), astuple(self))
@@ -117,49 +101,42 @@ class PieceSurcharge:
     own_bytes: float
 
     def __post_init__(self) -> None:
-        if not -_MOST <= self.own_bytes <= _MOST:
-            raise DataError(f"own_bytes of a piece is {self.own_bytes} but must be a number of -{_MOST:g} to {_MOST:g}")
+        _check("own_bytes of a piece", self.own_bytes, -_MOST)
 
     @classmethod
     def fit(cls, samples: Sequence[SampleInPieces], kept_values: int, value_bytes: int) -> PieceSurcharge:
         """Fit measured samples. Bytes are fitted from above: no measurement exceeds the fit. A running layer counts the
         gradients of all keys and values so far, even if a measurement had its fullest moment elsewhere.
         """
-        pairs = [(one.size, start) for one in samples for start in one.starts]
-
-        def fit_times(name: str) -> PairGrowth:
-            whole = np.array([s for one in samples for s in getattr(one.pieces, name)])
-            more = whole - np.array([getattr(one.document, name) for one in samples for _ in one.starts])
-            return PairGrowth.fit(pairs, more * 1e9, whole * 1e9)
-
-        def own_bytes(one: SampleInPieces) -> float:
-            count = len(one.starts)
-            stored = one.pieces.stored_bytes - kept_values * value_bytes * one.size * count
-            return (stored / count - one.document.stored_bytes) / one.size
-
-        lasts = [(one, measured) for one in samples for measured in (one.two, one.pieces)]
-        ends = [(one.size, one.size * (len(measured.forward_s) - 1)) for one, measured in lasts]
-        of_document = np.array([one.document.peak_bytes - one.document.stored_bytes for one, _ in lasts], np.float64)
-        of_last = np.array([measured.peak_bytes - measured.stored_bytes for _, measured in lasts], np.float64)
-        own, before = np.array(ends, np.float64).T
-        more, gradients = of_last - SUM_BYTES * kept_values * before - of_document, kept_values * value_bytes
-        fitted = PairGrowth.fit(ends, more - gradients * before, of_last)
-        working = replace(fitted, before=fitted.before + gradients)
-        missed = more / working(own, before)
+        gradients, times, ends, own_bytes = kept_values * value_bytes, [], [], []
+        for one in samples:
+            document, stored = one.document, one.pieces.stored_bytes - gradients * one.size * one.count
+            own_bytes.append((stored / one.count - document.stored_bytes) / one.size)
+            for index, seconds in enumerate(np.reshape(one.pieces.each_s, (2, -1)).T):
+                times.append((one.size, one.size * index, document.forward_s, document.backward_s, *seconds))
+            for count, measured in ((2, one.two), (one.count, one.pieces)):
+                working = (part.peak_bytes - part.stored_bytes for part in (document, measured))
+                ends.append((one.size, one.size * (count - 1), *working))
+        own, before, *seconds_N = np.array(times).T
+        forward_ns, backward_ns = (
+            PairGrowth.fit(own, before, (whole - alone) * 1e9, whole * 1e9)
+            for alone, whole in zip(seconds_N[:2], seconds_N[2:], strict=True)
+        )
+        own, before, of_document, of_last = np.array(ends, np.float64).T
+        more = of_last - SUM_BYTES * kept_values * before - of_document
+        fitted = PairGrowth.fit(own, before, more - gradients * before, of_last)
+        working_bytes = replace(fitted, before=fitted.before + gradients)
         return cls(
-            forward_ns=fit_times("forward_s"),
-            backward_ns=fit_times("backward_s"),
-            working_bytes=working * max(1.0, float(missed.max())),
-            own_bytes=max(map(own_bytes, samples)),
+            forward_ns=forward_ns,
+            backward_ns=backward_ns,
+            working_bytes=working_bytes * max(1.0, float((more / working_bytes(own, before)).max())),
+            own_bytes=max(own_bytes),
         )
 
-    @property
-    def attended_ns(self) -> float:
-        """Time of F and B for each pair of a position of the piece and one before it."""
-        return self.forward_ns.attended + self.backward_ns.attended
-
-
-_GROWTHS = ("forward_ns", "backward_ns", "working_bytes")
+    def price(self, own: IntArray, before: IntArray) -> FloatArray:
+        """Return ns of F and B, working bytes and stored bytes of pieces, (4, M)."""
+        grown = [growth(own, before) for growth in (self.forward_ns, self.backward_ns, self.working_bytes)]
+        return np.stack([*grown, self.own_bytes * own])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,25 +147,15 @@ class PieceSurcharges:
     by_recompute: Mapping[Recompute, PieceSurcharge]
 
     def __post_init__(self) -> None:
-        if not 0 <= self.kept_values <= _MOST:
-            raise DataError(f"kept_values of pieces is {self.kept_values} but must be a number of 0 to {_MOST:g}")
-
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of the gradients' sums for one position in one layer, on one rank."""
-        return SUM_BYTES * self.kept_values
-
-    @property
-    def least_attended_ns(self) -> float:
-        """The minimum of `attended_ns` over the recomputation modes."""
-        return min(one.attended_ns for one in self.by_recompute.values())
+        _check("kept_values of pieces", self.kept_values)
 
     def find_attended_ns(self, layers: IntArray, stage_ranks: tuple[int, ...], width: int) -> tuple[float, ...]:
-        """Return that minimum on every pipeline rank, of stages with `layers`, for one rank of `width`."""
-        held = [
-            sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))
-        ]
-        return tuple(count * self.least_attended_ns / width for count in held)
+        """Return the time of F and B for each pair of a position of the piece and one before it, on every pipeline
+        rank, of stages with `layers`, for one rank of `width`: the minimum over recomputation modes."""
+        modes = self.by_recompute.values()
+        least_ns = min(one.forward_ns.attended + one.backward_ns.attended for one in modes)
+        held = [layers[np.equal(stage_ranks, rank)].sum() for rank in sorted(set(stage_ranks))]
+        return tuple(int(count) * least_ns / width for count in held)
 
     def add(
         self,
@@ -209,24 +176,21 @@ class PieceSurcharges:
         """
         width = 1 if block is None else block.width
         of_keys = 1.0 if block is None or width == 1 else block.kept_values / block.key_values
-        positions = features.pieces or PiecePositions.from_micro_batches(())
-        own, before, kinds = positions.own, positions.before, features.layers_within_stage
+        positions, layer = features.pieces, layers[:, None]
+        assert positions is not None, "rows without pieces"
         again = split_kinds(features.recompute)[0] == "stage"
-        forward, backward, working, stored = np.zeros((4, len(own)))
+        total = np.zeros((4, len(again)))
         for kind, one in self.by_recompute.items():
-            its = kinds == kind
-            grown = [getattr(one, name)(own, before) for name in _GROWTHS]
-            for total, more in zip((forward, backward, working, stored), (*grown, one.own_bytes * own), strict=True):
-                total += its * more
+            its = features.layers_within_stage == kind
+            total[:, its] = one.price(positions.own[its], positions.before[its])
+        forward_ns, backward_ns = np.rint(layer * total[:2, None] / width * (1 + tax)).astype(np.int64)
+        running_bytes = (layer > 0) * np.ceil(total[2] * of_keys).astype(np.int64)
+        own_bytes = np.ceil(layer * total[3] / width).astype(np.int64)
         kept_bytes = math.ceil(self.kept_values * of_keys) * positions.count_kept_bytes(value_bytes)
-        layer = layers[:, None]
-        forward_ns, backward_ns = (np.rint(layer * x / width * (1 + tax)).astype(np.int64) for x in (forward, backward))
-        of_own = np.ceil(layer * stored / width).astype(np.int64)
-        of_running = (layer > 0) * np.ceil(working * of_keys).astype(np.int64)
         return replace(
             costs,
             forward_ns=costs.forward_ns + forward_ns,
             backward_ns=costs.backward_ns + backward_ns + np.where(again, forward_ns, 0),
-            stored_bytes=np.maximum(0, costs.stored_bytes + ~again * of_own) + layer * kept_bytes,
-            working_bytes=np.maximum(0, costs.working_bytes + of_running + again * of_own),
+            stored_bytes=np.maximum(0, costs.stored_bytes + ~again * own_bytes) + layer * kept_bytes,
+            working_bytes=np.maximum(0, costs.working_bytes + running_bytes + again * own_bytes),
         )

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.reproducible import FloatArray, exp, log, non_negative_least_squares, product, solve
 
 ModelPart = Literal["layer", "encoder", "decoder", "head"]  # a layer of a decoder-only model, or of either side
 PARTS: tuple[ModelPart, ...] = get_args(ModelPart)
 MeasuredShape = tuple[int, ...]  # rows and positions; of an encoder-decoder, rows and the positions of either side
+QUANTITIES = ("forward_s", "backward_s", "input_s", "weight_s", "stored_bytes", "peak_bytes")
 
 _REACH = 1.5  # doublings over which two points' deviations from the fit still resemble each other
-_NOISE = 0.02  # relative, of one measured time
+NOISE, EXACT = 0.02, 1e-3  # relative: of one measured time, of counted bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,9 @@ class Measured:
     """Costs of one layer or the head, for one micro-batch. `backward_s` is B, `input_s` and `weight_s` are I and W of a
     split one. `stored_bytes`: from F to B; `peak_bytes`: the most that one layer by itself needs at any time. Neither
     has the encoder's output, which a stage holds once for all its decoder layers.
+
+    Of pieces, all forwards run before all backwards: sums of their seconds, bytes of all together, no I and W. `each_s`
+    has the seconds of every F, then of every B, in the order of positions.
     """
 
     forward_s: float
@@ -33,9 +38,15 @@ class Measured:
     weight_s: float
     stored_bytes: int
     peak_bytes: int
+    each_s: tuple[float, ...] = ()
 
 
-QUANTITIES = tuple(f.name for f in fields(Measured))
+class Measure(Protocol):
+    """Measures one layer or the head, for one micro-batch or the pieces of a sample; None if they do not fit. With
+    `bytes_only` times are 0. Of a pair's two lengths a part reads what `reduce_shape` says.
+    """
+
+    def __call__(self, part: ModelPart, *micro_batches: MicroBatch, bytes_only: bool = False) -> Measured | None: ...
 
 
 def reduce_shape(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
@@ -49,48 +60,36 @@ def reduce_shape(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
     return shape[:2] if part == "encoder" else shape
 
 
-@dataclass(frozen=True, slots=True)
-class Surface:
-    """A sum of overhead and rates x tokens, tokens x length and the like (`_list_terms`), times a correction that
-    follows the points.
+def fit_surface(
+    measured: Mapping[MeasuredShape, float], part: ModelPart = "layer", *, noise: float = NOISE
+) -> Callable[[FloatArray], FloatArray]:
+    """Fit a function of shapes, (M, 2 or 3), to values: a sum of overhead and rates x tokens, tokens x length and the
+    like (`_list_terms`), times a correction that follows the points.
 
     The correction is a Gaussian process of the logarithm of measured over fitted (Rasmussen and Williams 2006, ch. 2)
     over doublings of rows and length. It passes within the noise of every point and fades into the fit between them.
+    Zeros everywhere (a W that has nothing to do) stay zero. Raises DataError for fewer than two shapes, and for values
+    that are neither all zero nor all above it.
     """
+    if len(measured) < 2:
+        raise DataError(f"{len(measured)} shapes were measured but a cost surface needs at least 2: measure more")
+    shapes = np.array(sorted(measured), np.float64)
+    values = np.array([measured[shape] for shape in sorted(measured)], np.float64)
+    if not values.any():
+        return lambda places: np.zeros(len(places))
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise DataError(f"costs from {values.min():g} to {values.max():g} were measured: all must be above 0")
+    terms = _list_terms(part, shapes)
+    coefficients = non_negative_least_squares(terms, values)
+    deviation = log(values / product(terms, coefficients))
+    spread = max(float(np.mean(deviation**2)), 1e-12)
+    weights = spread * solve(spread * _compute_likeness(shapes, shapes) + noise**2 * np.eye(len(shapes)), deviation)
 
-    part: ModelPart
-    coefficients: FloatArray  # (K,)
-    points: FloatArray  # (N, 2 or 3), log2 of rows and lengths
-    weights: FloatArray  # (N,)
+    def evaluate(places: FloatArray) -> FloatArray:
+        correction = exp(product(_compute_likeness(places, shapes), weights))
+        return product(_list_terms(part, places), coefficients) * correction
 
-    @classmethod
-    def fit(
-        cls, measured: Mapping[MeasuredShape, float], part: ModelPart = "layer", *, noise: float = _NOISE
-    ) -> Surface:
-        """Fit a surface. Zeros everywhere (a W that has nothing to do) stay zero. Raises DataError for fewer than two
-        shapes, and for values that are neither all zero nor all above it.
-        """
-        if len(measured) < 2:
-            raise DataError(f"{len(measured)} shapes were measured but a cost surface needs at least 2: measure more")
-        shapes = np.array(sorted(measured), np.float64)
-        values = np.array([measured[shape] for shape in sorted(measured)], np.float64)
-        points, terms = _to_doublings(shapes), _list_terms(part, shapes)
-        if not values.any():
-            return cls(part, np.zeros(terms.shape[1]), points, np.zeros(len(points)))
-        if not (np.isfinite(values) & (values > 0)).all():
-            raise DataError(f"costs from {values.min():g} to {values.max():g} were measured: all must be above 0")
-        coefficients = non_negative_least_squares(terms, values)
-        deviation = log(values / product(terms, coefficients))
-        spread = max(float(np.mean(deviation**2)), 1e-12)
-        kernel = spread * _compute_likeness(points, points) + noise**2 * np.eye(len(points))
-        weights = spread * solve(kernel, deviation)
-        return cls(part, coefficients, points, weights)
-
-    def __call__(self, shapes: FloatArray) -> FloatArray:
-        """Return values (M,) at shapes (M, 2 or 3)."""
-        shapes = np.asarray(shapes, np.float64).reshape(-1, self.points.shape[1])
-        correction = exp(product(_compute_likeness(_to_doublings(shapes), self.points), self.weights))
-        return product(_list_terms(self.part, shapes), self.coefficients) * correction
+    return evaluate
 
 
 def _list_terms(part: ModelPart, shapes: FloatArray) -> FloatArray:
@@ -107,13 +106,10 @@ def _list_terms(part: ModelPart, shapes: FloatArray) -> FloatArray:
     return np.stack(terms, axis=1)
 
 
-def _to_doublings(shapes: FloatArray) -> FloatArray:
-    return log(shapes) / math.log(2.0)
-
-
 def _compute_likeness(left: FloatArray, right: FloatArray) -> FloatArray:
-    squared = ((left[:, None, :] - right[None, :, :]) ** 2).sum(axis=2)
-    return exp(-0.5 * squared / _REACH**2)
+    """Return how much shapes (M, 2 or 3) resemble others (N, 2 or 3), by their distance in doublings: (M, N)."""
+    doublings, others = (log(shapes) / math.log(2.0) for shapes in (left, right))
+    return exp(-0.5 * ((doublings[:, None, :] - others[None, :, :]) ** 2).sum(axis=2) / _REACH**2)
 
 
 def compute_left_out_errors(
@@ -123,22 +119,19 @@ def compute_left_out_errors(
     errors = {}
     for shape, value in measured.items():
         others = {other: v for other, v in measured.items() if other != shape}
-        predicted = float(Surface.fit(others, part)(np.array([shape]))[0])
+        predicted = float(fit_surface(others, part)(np.array([shape], np.float64))[0])
         errors[shape] = abs(predicted - value) / value if value else 0.0
     return errors
 
 
-def choose_next_shape(
-    errors: Mapping[MeasuredShape, float], candidates: Sequence[MeasuredShape]
-) -> MeasuredShape | None:
-    """Return the most uncertain candidate: far from the measured shapes, near those with large `errors`."""
-    open_shapes = [shape for shape in candidates if shape not in errors]
-    if not open_shapes:
-        return None
-    points, places = (_to_doublings(np.array(s, np.float64)) for s in ([*errors], open_shapes))
+def rank_shapes(errors: Mapping[MeasuredShape, float], candidates: Sequence[MeasuredShape]) -> list[MeasuredShape]:
+    """Rank candidates by their uncertainty: first those far from the measured shapes, near ones with large `errors`."""
+    if not candidates:
+        return []
+    points, places = (np.array(shapes, np.float64) for shapes in ([*errors], candidates))
     kernel = _compute_likeness(points, points) + 1e-3 * np.eye(len(points))
     across = _compute_likeness(places, points)
     unknown = 1.0 - (across.T * solve(kernel, across.T)).sum(axis=0)
-    error = np.array([*errors.values()]) + 1e-3
-    nearby = product(across, error) / np.maximum(across.sum(axis=1), 1e-9)
-    return open_shapes[int(np.argmax(np.sqrt(np.maximum(unknown, 0.0)) * nearby))]
+    nearby = product(across, np.array([*errors.values()]) + 1e-3) / np.maximum(across.sum(axis=1), 1e-9)
+    uncertainty = np.sqrt(np.maximum(unknown, 0.0)) * nearby
+    return [candidates[place] for place in np.argsort(-uncertainty, kind="stable")]

@@ -50,10 +50,6 @@ class BlockProfiler:
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    def agree(self, answer: bool) -> bool:
-        """True where all ranks say so."""
-        return self._layers.agree(answer)
-
     def row_in_time(self, multiple: int, most_positions: int) -> int:
         """The longest row, of a multiple of positions and at most so many, that a layer computes in some tenths of a
         second; longer ones are not needed to tell slices from whole rows."""
@@ -86,8 +82,8 @@ class BlockProfiler:
 
     def _exchanges(
         self, joined: JoinedRanks, most_bytes: int, go_on: Callable[[], bool], *, is_gathered: bool
-    ) -> dict[int, float]:
-        """Seconds by bytes that a rank receives from the others."""
+    ) -> tuple[tuple[int, float], ...]:
+        """Seconds after the bytes that a rank receives from the others."""
         seconds: dict[int, float] = {}
         for num_bytes in accumulate(repeat(_RATIO), mul, initial=_LEAST_BYTES):
             row_bytes = _ROW_VALUES * self._dtype.itemsize
@@ -98,7 +94,7 @@ class BlockProfiler:
             seconds[(joined.width - 1) * num_rows * row_bytes] = statistics.median(times[1:])
             enough = len(seconds) >= _LEAST_SIZES and (num_bytes >= most_bytes or times[-1] > _SECONDS_EACH)
             if not self._layers.agree(not enough and (len(seconds) < _LEAST_SIZES or go_on())):
-                return seconds
+                return tuple(seconds.items())
         raise AssertionError("sizes have no end")
 
     def _seconds(self, joined: JoinedRanks, own: torch.Tensor, num_rows: int, is_gathered: bool) -> float:

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, assert_never
 
@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, slices_head
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.pieces import MeasuredPieces
-from dynapipe_ext.costs.surface import Measured, ModelPart
+from dynapipe_ext.costs.surface import QUANTITIES, Measured, ModelPart
 from dynapipe_ext.data.pairs import pair_borders
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.instructions import BackwardInput, ExecutionPlan
@@ -107,33 +106,24 @@ class LayerProfiler:
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    def measure(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
+    def measure(self, part: ModelPart, *micro_batches: MicroBatch, bytes_only: bool = False) -> Measured | None:
         """Of one layer, or of the head; None where it does not fit on a device. With `bytes_only` times are 0.
 
-        Padded rows of an encoder are measured with a mask of padding, as nearly all are in training.
+        Padded rows of an encoder are measured with a mask of padding, as nearly all are in training. Several
+        micro-batches are the pieces of a sample: all forwards and then all backwards.
         """
-        mine = self._unless_too_large(partial(self._measured, part, micro_batch, bytes_only=bytes_only))
+        mine = self._unless_too_large(partial(self._measured, part, micro_batches, bytes_only=bytes_only))
         if self._topology.world_size == 1:
             return mine
-        largest = self._agreed([math.inf] * len(fields(Measured)) if mine is None else [*map(float, astuple(mine))])
-        if math.isinf(largest[0]):
-            return None
-        forward_s, backward_s, input_s, weight_s, stored, peak = largest
-        return Measured(forward_s, backward_s, input_s, weight_s, int(stored), int(peak))
-
-    def measure_pieces(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None:
-        """Of one layer, the pieces of a sample, all forwards and then all backwards; None where they do not fit."""
-        mine = self._unless_too_large(partial(self._measured_pieces, pieces, bytes_only=bytes_only))
-        if self._topology.world_size == 1:
-            return mine
-        count = len(pieces)
-        numbers = [math.inf] * (2 * count + 2)
+        numbers = [math.inf] * (len(QUANTITIES) + 2 * len(micro_batches))
         if mine is not None:
-            numbers = [*mine.forward_s, *mine.backward_s, float(mine.stored_bytes), float(mine.peak_bytes)]
-        *seconds, stored, peak = self._agreed(numbers)
-        if math.isinf(peak):
+            *totals, each_s = astuple(mine)
+            numbers = [*map(float, totals), *each_s]
+        numbers = self._agreed(numbers)
+        if math.isinf(numbers[0]):
             return None
-        return MeasuredPieces(tuple(seconds[:count]), tuple(seconds[count:]), int(stored), int(peak))
+        forward_s, backward_s, input_s, weight_s, stored, peak, *each_s = numbers
+        return Measured(forward_s, backward_s, input_s, weight_s, int(stored), int(peak), tuple(each_s))
 
     def agree(self, answer: bool) -> bool:
         """True where all ranks say so."""
@@ -156,34 +146,27 @@ class LayerProfiler:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _measured(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool) -> Measured:
-        stages = self._parts[part]
+    def _measured(self, part: ModelPart, micro_batches: Sequence[MicroBatch], *, bytes_only: bool) -> Measured:
+        stages, count = self._parts[part], len(micro_batches)
         layers = 1 if part == "head" else _NUM_LAYERS
-        stored = self._stored_bytes(part, stages.timed, [micro_batch])
+        stored = self._stored_bytes(part, stages.timed, micro_batches)
         if part != "head":
-            stored -= self._stored_bytes(part, stages.alone, [micro_batch])
-        whole, split = [0.0, 0.0], [0.0, 0.0, 0.0]
-        if not bytes_only:
-            whole, split = (self._medians(partial(self._seconds, part, micro_batch, split=f)) for f in (False, True))
-        peak = max(self._peak_bytes(part, micro_batch, split=split) for split in (False, True))
+            stored -= self._stored_bytes(part, stages.alone, micro_batches)
+        ways = (False, True) if count == 1 else (False,)  # pieces have no split backward
+        peak = max(self._peak_bytes(part, micro_batches, split=split) for split in ways)
+        seconds = [[0.0] * (2 + split) * count for split in (False, True)]
+        for way in () if bytes_only else ways:
+            each = self._medians(partial(self._seconds, part, stages.timed, micro_batches, split=way))
+            seconds[way] = [s / layers for s in each]
+        whole, split = seconds
         return Measured(
-            forward_s=whole[0] / layers,
-            backward_s=whole[1] / layers,
-            input_s=split[1] / layers,
-            weight_s=0.0 if slices_head(micro_batch.recompute) and part == "head" else split[2] / layers,
+            forward_s=sum(whole[:count]),
+            backward_s=sum(whole[count:]),
+            input_s=split[1],
+            weight_s=0.0 if slices_head(micro_batches[0].recompute) and part == "head" else split[2],
             stored_bytes=stored,
             peak_bytes=max(peak, stored),
-        )
-
-    def _measured_pieces(self, pieces: Sequence[MicroBatch], *, bytes_only: bool) -> MeasuredPieces:
-        stages = self._parts["layer"]
-        seconds = [0.0] * (2 * len(pieces))
-        if not bytes_only:
-            seconds = [s / _NUM_LAYERS for s in self._medians(partial(self._seconds_of_pieces, stages.timed, pieces))]
-        both, alone = (self._stored_bytes("layer", stage, pieces) for stage in (stages.timed, stages.alone))
-        peak = self._measure(partial(self._seconds_of_pieces, stages.alone, pieces))[1]
-        return MeasuredPieces(
-            tuple(seconds[: len(pieces)]), tuple(seconds[len(pieces) :]), both - alone, max(peak, both - alone)
+            each_s=tuple(whole),
         )
 
     @property
@@ -275,41 +258,47 @@ class LayerProfiler:
         stage.start_step(_plan(micro_batches, self._parts[part].number, self._num_stages))  # what it holds goes now
         return held
 
-    def _peak_bytes(self, part: ModelPart, micro_batch: MicroBatch, *, split: bool) -> int:
+    def _peak_bytes(self, part: ModelPart, micro_batches: Sequence[MicroBatch], *, split: bool) -> int:
         """Above what is held before F: with the received input and output gradient, without the encoder's output."""
         passing = 0
 
         def run() -> None:
             nonlocal passing
             stage = self._parts[part].alone
-            (inputs,) = self._start(part, stage, [micro_batch], count_bytes=False)
-            passing = sum(x.nbytes for x in inputs[:-1])
-            self._forward_backward(part, stage, inputs, split=split)
+            inputs = self._start(part, stage, micro_batches, count_bytes=False)
+            passing = sum(x.nbytes for received in inputs for x in received[:-1])
+            self._run(part, stage, inputs, split=split)
 
         return self._measure(run)[1] - passing
 
-    def _forward_backward(
-        self, part: ModelPart, stage: MegatronStage, inputs: tuple[torch.Tensor, ...], *, split: bool
-    ) -> tuple[float, ...]:
-        """Seconds of F and B, or of F, I and W."""
-        number = self._parts[part].number
-        output_grads = () if part == "head" else tuple(torch.ones_like(x) for x in inputs)
-        clock = self._clock
-        start_s = clock()
-        stage.forward(number, 0, inputs)
-        forward_s = clock()
-        if not split:
-            stage.backward(number, 0, output_grads)
-            return forward_s - start_s, clock() - forward_s
-        stage.backward_input(number, 0, output_grads)
-        input_s = clock()
-        stage.backward_weight(number, 0)
-        return forward_s - start_s, input_s - forward_s, clock() - input_s
+    def _seconds(
+        self, part: ModelPart, stage: MegatronStage, micro_batches: Sequence[MicroBatch], *, split: bool
+    ) -> list[float]:
+        return self._run(part, stage, self._start(part, stage, micro_batches, count_bytes=False), split=split)
 
-    def _seconds(self, part: ModelPart, micro_batch: MicroBatch, *, split: bool) -> tuple[float, ...]:
-        stage = self._parts[part].timed
-        (inputs,) = self._start(part, stage, [micro_batch], count_bytes=False)
-        return self._forward_backward(part, stage, inputs, split=split)
+    def _run(
+        self, part: ModelPart, stage: MegatronStage, inputs: Sequence[tuple[torch.Tensor, ...]], *, split: bool
+    ) -> list[float]:
+        """Seconds of every F, then of every B, in the order of positions; or of F, I and W."""
+        number, clock, order = self._parts[part].number, self._clock, range(len(inputs))
+
+        def timed(action: Callable[..., object], micro_batch: int, *received: tuple[torch.Tensor, ...]) -> float:
+            start_s = clock()
+            action(number, micro_batch, *received)
+            return clock() - start_s
+
+        def output_grads(micro_batch: int) -> tuple[torch.Tensor, ...]:
+            return () if part == "head" else tuple(torch.ones_like(x) for x in inputs[micro_batch])
+
+        grads = output_grads(order[-1])  # that of the first backward: what is received counts as held from F on
+        forward_s = [timed(stage.forward, m, inputs[m]) for m in order]
+        if split:
+            return [*forward_s, timed(stage.backward_input, 0, grads), timed(stage.backward_weight, 0)]
+        backward_s = []
+        for m in reversed(order):
+            backward_s.append(timed(stage.backward, m, grads))
+            grads = output_grads(m - 1) if m else ()
+        return forward_s + backward_s[::-1]
 
     def seconds_on_slices(self, joined: JoinedRanks, micro_batch: MicroBatch) -> float:
         """Of F and B of a layer on one of these ranks, without their exchanges: medians, the largest over ranks."""
@@ -326,27 +315,11 @@ class LayerProfiler:
 
         def run() -> list[float]:
             nonlocal spent_s
-            (inputs,) = self._start("layer", stage, [micro_batch], count_bytes=False, width=joined.width)
+            inputs = self._start("layer", stage, [micro_batch], count_bytes=False, width=joined.width)
             spent_s = 0.0
-            return [sum(self._forward_backward("layer", stage, inputs, split=False)) - spent_s]
+            return [sum(self._run("layer", stage, inputs, split=False)) - spent_s]
 
         return self._agreed(self._medians(run))[0] / _NUM_LAYERS
-
-    def _seconds_of_pieces(self, stage: MegatronStage, pieces: Sequence[MicroBatch]) -> list[float]:
-        """Of every F, then of every B, in the order of positions."""
-        number, clock, order = self._parts["layer"].number, self._clock, range(len(pieces))
-        inputs = self._start("layer", stage, pieces, count_bytes=False)
-        forward_s, backward_s = [0.0 for _ in order], [0.0 for _ in order]
-        for m in order:
-            start_s = clock()
-            stage.forward(number, m, inputs[m])
-            forward_s[m] = clock() - start_s
-        for m in reversed(order):
-            output_grads = tuple(torch.ones_like(x) for x in inputs[m])
-            start_s = clock()
-            stage.backward(number, m, output_grads)
-            backward_s[m] = clock() - start_s
-        return forward_s + backward_s
 
     def _medians(self, run: Callable[[], Sequence[float]]) -> list[float]:
         """Of every action's seconds over repetitions, as many as fit into the time for one; the first is a warm-up."""

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,11 +33,17 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.codec import to_json
 from dynapipe_ext.costs.measured_blocks import describe_blocks
-from dynapipe_ext.costs.measuring_time import MeasuringTime
+from dynapipe_ext.costs.measuring_time import TimedDevice
 from dynapipe_ext.costs.model import fingerprint, no_width
-from dynapipe_ext.costs.pieces import MeasuredPieces
-from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, make_cost_table
-from dynapipe_ext.costs.surface import Measured, MeasuredShape, ModelPart
+from dynapipe_ext.costs.profiled import (
+    PIECES_END,
+    SHAPES_END,
+    Profile,
+    ProfileRange,
+    choose_and_measure,
+    make_cost_table,
+    make_padded,
+)
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.durable_files import open_kept
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
@@ -55,17 +61,12 @@ from dynapipe_ext.tools.console import counted, deliver, say_loading
 from dynapipe_ext.tools.files import Fields, read_json, write_atomic, write_output
 from dynapipe_ext.tools.progress import WorkProgress
 
-if TYPE_CHECKING:
-    from dynapipe_ext.executor.measuring.profiling import LayerProfiler
-
 _FORMAT = "dynapipe-profile-part/1"
 _MOST_LEN = 4096  # unless asked for more: longer rows take minutes each on a CPU
 _MOST = 1 << 32
 _MOST_WIDTH = 1024
 _LEAST_EXCHANGED, _MOST_EXCHANGED = 1 << 22, 1 << 28  # bytes: enough to tell a rate; larger ones take as long a byte
-# What ends when this share of the time is over: a later kind of measurement has the rest.
-_BLOCKS_END, _SHAPES_END, _PIECES_END = 0.15, 0.55, 0.8
-_LONGEST_END = 0.8  # of the one shape without which there is no table
+_BLOCKS_END = 0.15  # of the time, after which later measurements have the rest
 _EPILOG = """examples:
   dynapipe profile --config mine.toml --out costs.json
   dynapipe profile --model config.json --dtype bfloat16 --max-tokens 32768 --out costs.json
@@ -236,46 +237,20 @@ def _measure_blocks(job: _Job, env: RankEnv) -> int:
         BlockProfiler(job.model, missing, dtype=job.dtype, device=device, ranks=ranks) as blocks,
         WorkProgress("measuring widths", len(missing), enabled=env.rank == 0) as progress,
     ):
-        spent = MeasuringTime(job.start_s, job.args.max_seconds, job.model.hidden_size, blocks.agree)
+        end_s = job.start_s + _BLOCKS_END * job.args.max_seconds
         num_positions = blocks.row_in_time(job.within.multiple * width, job.within.max_len)
         for one in missing:
             times = blocks.measure(
                 one,
                 num_positions,
                 most_bytes=job.exchanged_bytes(one),
-                go_on=partial(spent.has, 0.0, share=_BLOCKS_END),
+                go_on=lambda: time.monotonic() < end_s,
             )
             profile.blocks[one] = times
             if env.rank == 0:
                 part.write(profile)
             progress.advance()
     return 0
-
-
-class _TimedProfiler:
-    """Measures as a profiler does, and notes how long that takes."""
-
-    def __init__(self, profiler: LayerProfiler, job: _Job) -> None:
-        self._profiler, self.agree = profiler, profiler.agree
-        self.spent = MeasuringTime(
-            job.start_s, job.args.max_seconds, job.model.hidden_size, profiler.agree, time.monotonic
-        )
-
-    def measure(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
-        start_s = time.monotonic()
-        measured = self._profiler.measure(part, micro_batch, bytes_only=bytes_only)
-        if measured and not bytes_only:
-            run_s = measured.forward_s + measured.backward_s
-            self.spent.record(part, [micro_batch], run_s, time.monotonic() - start_s)
-        return measured
-
-    def measure_pieces(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None:
-        start_s = time.monotonic()
-        measured = self._profiler.measure_pieces(pieces, bytes_only=bytes_only)
-        if measured and not bytes_only:
-            run_s = sum(measured.forward_s) + sum(measured.backward_s)
-            self.spent.record("layer", pieces, run_s, time.monotonic() - start_s)
-        return measured
 
 
 def _measure(job: _Job, env: RankEnv) -> int:
@@ -289,11 +264,14 @@ def _measure(job: _Job, env: RankEnv) -> int:
     profile = part.read()
     ranks = Ranks(rank=env.rank, tp=job.tp, init_method=env.init_method, sequence_parallel=job.sequence_parallel)
     with LayerProfiler(job.model, dtype=job.dtype, device=device, ranks=ranks) as profiler:
-        timed = _TimedProfiler(profiler, job)
+        seconds = job.args.max_seconds
+        timed = TimedDevice(
+            profiler.measure, job.model.hidden_size, job.start_s, seconds, profiler.agree, time.monotonic
+        )
         _fill(profile, timed, job, part if is_first else None)
         clock = "CPU seconds" if device.type == "cpu" else "seconds"
         provenance = job.provenance(device_name) | {"clock": clock, "measured": profile.to_json()}
-        provenance |= {"exchanges": profile.dump_blocks()} if profile.blocks else {}
+        provenance |= {"exchanges": to_json(profile.blocks)} if profile.blocks else {}
         table = make_cost_table(
             profile,
             job.within,
@@ -318,10 +296,10 @@ def _measure(job: _Job, env: RankEnv) -> int:
     return 0
 
 
-def _fill(profile: Profile, profiler: _TimedProfiler, job: _Job, part: _PartFile | None) -> None:
+def _fill(profile: Profile, measure: TimedDevice, job: _Job, part: _PartFile | None) -> None:
     """Measure until the profile prices well enough, or the time is over. The rank that has the `part` file shows how
     far it is, and writes what is measured there."""
-    args, within, is_first, spent = job.args, job.within, part is not None, profiler.spent
+    args, within, is_first = job.args, job.within, part is not None
     most_shapes = max(args.max_shapes, len(within.list_first()))
     with WorkProgress("measuring shapes", most_shapes, enabled=is_first) as progress:
         progress.advance(done := len(profile.list_shapes()))
@@ -332,57 +310,33 @@ def _fill(profile: Profile, profiler: _TimedProfiler, job: _Job, part: _PartFile
             done = len(profile.list_shapes())
             if part:
                 part.write(profile)
-            return spent.has(0.0, share=_SHAPES_END)
+            return measure.has_time(0.0, share=SHAPES_END)
 
         choose_and_measure(
-            profile,
-            profiler.measure,
-            within,
-            error_target=args.error_target,
-            most_shapes=most_shapes,
-            go_on=go_on,
-            in_time=lambda shape: spent.has(
-                profile.expect_s(shape, spent, within),
-                share=_LONGEST_END if shape == within.longest_row else _SHAPES_END,
-            ),
+            profile, measure, within, error_target=args.error_target, most_shapes=most_shapes, go_on=go_on
         )
     if not job.model.pieces_fault:
         with WorkProgress("measuring samples in pieces", len(within.cut_samples), enabled=is_first) as progress:
-            profile.cut(
-                profiler.measure,
-                profiler.measure_pieces,
-                within,
-                progress.advance,
-                lambda pieces: spent.has(1.5 * spent.expect_s("layer", pieces), share=_PIECES_END),
-            )
+            profile.cut(measure, within, progress.advance)
         if is_first and not profile.pieces:
             print("no sample fits in pieces, or in time: the table will have no price for them", file=sys.stderr)
 
 
-def _errors(table: CostTable, profiler: _TimedProfiler, job: _Job) -> dict[str, HeldOutErrors]:
+def _errors(table: CostTable, measure: TimedDevice, job: _Job) -> dict[str, HeldOutErrors]:
     """How far the table is off shapes, and samples in pieces, that it was not made of, as many as there is time for."""
-    within, spent = job.within, profiler.spent
-
-    def in_time(micro_batch: MicroBatch) -> bool:
-        return spent.has(sum(spent.expect_s(part, [micro_batch]) for part in within.parts))
-
+    within = job.within
     errors: dict[str, HeldOutErrors] = {}
     if table.facts.prices_pieces:
         between = within.piece_sizes[len(within.piece_sizes) // 2]
         samples = [within.sample_in_pieces(between, kind) for kind in within.recomputes]
-        errors["pieces"] = errors_of_pieces(
-            table,
-            profiler.measure_pieces,
-            samples,
-            lambda pieces: spent.has(spent.expect_s("layer", pieces), share=(1 + _PIECES_END) / 2),
-        )
+        errors["pieces"] = errors_of_pieces(table, measure, samples, (1 + PIECES_END) / 2)
     groups = _held_out(within, job.args.held_out, job.config.run.seed)
     if table.facts.slices_head:
         kind = with_sliced_head(within.recomputes)[0]
-        groups["head in slices"] = [_padded(shape, kind) for shape in within.list_sliced(job.args.held_out)]
+        groups["head in slices"] = [make_padded(shape, kind) for shape in within.list_sliced(job.args.held_out)]
     in_turn = itertools.zip_longest(*groups.values())
     pairs = [(name, one) for ones in in_turn for name, one in zip(groups, ones, strict=True) if one is not None]
-    of_each = [(name, held_out_errors(table, profiler.measure, [one], in_time)) for name, one in pairs]
+    of_each = [(name, held_out_errors(table, measure, [one])) for name, one in pairs]
     joined = {group: HeldOutErrors.joined([one for name, one in of_each if name == group]) for group in groups}
     return joined | errors
 
@@ -470,7 +424,7 @@ def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence
     """Padded shapes, and packed rows of documents or pairs of very different lengths, within what the table knows."""
     shapes = within.draw_held_out(count, seed)
     kinds: list[Recompute] = [within.recomputes[i % len(within.recomputes)] for i in range(count)]
-    padded = [_padded(shape, kind) for shape, kind in zip(shapes, kinds, strict=True)]
+    padded = [make_padded(shape, kind) for shape, kind in zip(shapes, kinds, strict=True)]
     random, packed = np.random.default_rng(seed + 1), []
     for kind in kinds:
         documents, room = [], within.max_tokens - within.multiple * len(within.sides)
@@ -483,11 +437,6 @@ def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence
         samples = tuple(SampleLength(i, *lengths) for i, lengths in enumerate(documents))
         packed.append(MicroBatch(samples, "packed", kind, pad_multiple=within.multiple))
     return {"padded": padded, "packed": packed}
-
-
-def _padded(shape: MeasuredShape, kind: Recompute) -> MicroBatch:
-    rows, *lengths = shape
-    return MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), recompute=kind)
 
 
 def _device_name(device: Any) -> str:
@@ -521,7 +470,7 @@ class _PartFile:
         return Profile.from_json(fields.one("points", list), str(self._path), blocks)
 
     def write(self, profile: Profile) -> None:
-        measured = {"points": profile.to_json(), "blocks": profile.dump_blocks()}
+        measured = {"points": profile.to_json(), "blocks": to_json(profile.blocks)}
         write_atomic(self._path, json.dumps({"format": _FORMAT, "key": self._key, **measured}))
 
     def remove(self) -> None:

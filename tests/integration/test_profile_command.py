@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ import torch
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.pieces import MeasuredPieces
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.executor.measuring import profiling
@@ -302,19 +301,20 @@ class _Stub:
     def agree(self, answer: bool) -> bool:
         return answer
 
-    def measure(self, part: str, m: MicroBatch, *, bytes_only: bool = False) -> Measured:
+    def measure(self, part: str, *micro_batches: MicroBatch, bytes_only: bool = False) -> Measured:
         if len(_Stub.notes.read_text().split()) == _Stub.fuel:
             os.kill(os.getppid(), signal.SIGINT)
             signal.pause()
         with _Stub.notes.open("a") as notes:
             notes.write(f"{part}\n")
-        seconds = 1e-4 + 1e-6 * m.padded_tokens
-        return Measured(seconds, 2 * seconds, seconds, seconds, 100 * m.padded_tokens, 150 * m.padded_tokens)
-
-    def measure_pieces(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces:
-        one = self.measure("layer", pieces[0])
-        times = ((seconds,) * len(pieces) for seconds in (one.forward_s, one.backward_s))
-        return MeasuredPieces(*times, one.stored_bytes * len(pieces), 2 * one.peak_bytes * len(pieces))
+        tokens, count = micro_batches[0].padded_tokens, len(micro_batches)
+        seconds = 1e-4 + 1e-6 * tokens
+        if count == 1:
+            return Measured(seconds, 2 * seconds, seconds, seconds, 100 * tokens, 150 * tokens)
+        each_s = (seconds,) * count + (2 * seconds,) * count
+        return Measured(
+            count * seconds, 2 * count * seconds, 0.0, 0.0, 100 * tokens * count, 300 * tokens * count, each_s
+        )
 
 
 @pytest.fixture
@@ -358,11 +358,13 @@ def test_the_limit_in_seconds_holds_or_is_refused_within_it(
     now, log = [0.0], tmp_path / "clock"
     measure = _Stub.measure
 
-    def slow(self: _Stub, part: str, m: MicroBatch, *, bytes_only: bool = False) -> Measured:
-        run_s = token_s * m.rows * m.encoder_len
+    def slow(self: _Stub, part: str, *micro_batches: MicroBatch, bytes_only: bool = False) -> Measured:
+        run_s = token_s * micro_batches[0].rows * micro_batches[0].encoder_len
         now[0] += max(1.5, 18 * run_s) * (0.1 if bytes_only else 1.0)
         log.write_text(str(now[0]))
-        return replace(measure(self, part, m, bytes_only=bytes_only), forward_s=run_s / 3, backward_s=run_s / 1.5)
+        measured, count = measure(self, part, *micro_batches, bytes_only=bytes_only), len(micro_batches)
+        each_s = ((run_s / 3,) * count + (run_s / 1.5,) * count) if count > 1 else ()
+        return replace(measured, forward_s=count * run_s / 3, backward_s=count * run_s / 1.5, each_s=each_s)
 
     monkeypatch.setattr(_Stub, "measure", slow)
     monkeypatch.setattr(profile_model, "time", SimpleNamespace(monotonic=lambda: now[0]))

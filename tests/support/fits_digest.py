@@ -11,6 +11,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.batching.inference.memory_training import fit_phases
 from dynapipe_ext.batching.sampling.samplers import quadratic_coefficients
+from dynapipe_ext.costs.measuring_time import TimedDevice
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, make_cost_table
 from dynapipe_ext.costs.surface import Measured, ModelPart, compute_left_out_errors
 from dynapipe_ext.models.architecture import Architecture
@@ -43,7 +44,8 @@ def measure(part: ModelPart, m: MicroBatch, *, bytes_only: bool = False) -> Meas
 def found() -> dict[str, object]:
     within = ProfileRange(min_len=16, max_len=512, max_tokens=4096)
     profile = Profile()
-    choose_and_measure(profile, measure, within, error_target=0.0, most_shapes=14, go_on=lambda _profile: True)
+    device = TimedDevice(measure)
+    choose_and_measure(profile, device, within, error_target=0.0, most_shapes=14, go_on=lambda _profile: True)
     table = make_cost_table(profile, within, SHAPE, value_bytes=4)
     points = {(r, n): 1e-6 * r * n for r, n in [(1, 16), (1, 128), (8, 16), (8, 128), (4, 64)]}
     random = np.random.default_rng(0)

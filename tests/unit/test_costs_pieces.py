@@ -17,13 +17,8 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adjustments import FrozenWeights, adjust
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
-from dynapipe_ext.costs.pieces import (
-    MeasuredPieces,
-    PairGrowth,
-    PieceSurcharge,
-    PieceSurcharges,
-    SampleInPieces,
-)
+from dynapipe_ext.costs.measuring_time import TimedDevice
+from dynapipe_ext.costs.pieces import PairGrowth, PieceSurcharge, PieceSurcharges, SampleInPieces
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, make_cost_table
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
@@ -249,25 +244,27 @@ def test_what_was_measured_of_pairs_is_fitted(forward, backward, seed) -> None:
     for fitted, measured in ((found, cut), (PieceSurcharge.fit(bumpy, kept_values=64, value_bytes=4), bumpy)):
         for one, all_or_two in itertools.product(measured, ("pieces", "two")):
             part = getattr(one, all_or_two)
-            before = one.size * (len(part.forward_s) - 1)
+            before = one.size * (len(part.each_s) // 2 - 1)
             sums = 4 * 64 * before
             held = 1000 * one.size + fitted.working_bytes(np.array([one.size]), np.array([before]))[0]
             assert held >= part.peak_bytes - part.stored_bytes - sums - 1
-    assert PairGrowth.fit([(8, 0), (8, 8)], np.array([-1.0, -2.0]), np.ones(2)) == PairGrowth()
+    assert PairGrowth.fit(np.full(2, 8.0), np.array([0.0, 8.0]), np.array([-1.0, -2.0]), np.ones(2)) == PairGrowth()
 
 
 def in_pieces(size: int, count: int, forward: PairGrowth, backward: PairGrowth) -> SampleInPieces:
     """As if measured: 1000 bytes a position stored and 1000 more while it runs, 100 of them spared in pieces."""
     document = Measured(1e-4 * size, 2e-4 * size, 1e-4 * size, 1e-4 * size, 1000 * size, 2000 * size)
 
-    def whole(count: int) -> MeasuredPieces:
+    def whole(count: int) -> Measured:
         own, before = np.full(count, size), size * np.arange(count)
-        times = [
-            tuple((seconds + grown(own, before) / 1e9).tolist())
+        forward_s, backward_s = (
+            seconds + grown(own, before) / 1e9
             for seconds, grown in ((document.forward_s, forward), (document.backward_s, backward))
-        ]
+        )
         stored = (900 + 64 * 4) * size * count
-        return MeasuredPieces(*times, stored, stored + (1000 + (4 * 64 + 300) * (count - 1)) * size)
+        peak = stored + (1000 + (4 * 64 + 300) * (count - 1)) * size
+        each_s = (*forward_s.tolist(), *backward_s.tolist())
+        return Measured(forward_s.sum(), backward_s.sum(), 0.0, 0.0, stored, peak, each_s)
 
     return SampleInPieces(size=size, document=document, pieces=whole(count), two=whole(2))
 
@@ -278,14 +275,14 @@ class Device:
     def __init__(self, room: int = 1 << 40) -> None:
         self.room = room
 
-    def row(self, part: ModelPart, m: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
+    def __call__(self, part: ModelPart, *micro_batches: MicroBatch, bytes_only: bool = False) -> Measured | None:
+        m, *others = micro_batches
+        if others:
+            size, count = m.encoder_len, len(micro_batches)
+            return in_pieces(size, count, _F, _B).pieces if size * count <= self.room else None
         n, seconds = (m.encoder_len * x * m.rows for x in (1, 1e-4))
         n = int(1.1 * n) if m.layout == "packed" and len(m.samples) > 1 else n  # what the table then has for all rows
         return Measured(seconds, 2 * seconds, seconds, seconds, 1000 * n, 2000 * n)
-
-    def pieces(self, pieces: list[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None:
-        size = pieces[0].encoder_len
-        return in_pieces(size, len(pieces), _F, _B).pieces if size * len(pieces) <= self.room else None
 
 
 _MODEL = Architecture.gpt(
@@ -296,22 +293,23 @@ _MODEL = Architecture.gpt(
 
 @pytest.mark.parametrize(("room", "counts"), [(1 << 40, {64: 16, 512: 4}), (1024, {64: 16, 512: 2}), (700, {64: 8})])
 def test_a_profile_measures_pieces_as_far_as_they_fit_and_tells_their_error(room: int, counts: dict[int, int]) -> None:
-    within, device, profile = ProfileRange(max_len=512, max_tokens=2048, recomputes=KINDS), Device(room), Profile()
+    within, profile = ProfileRange(max_len=512, max_tokens=2048, recomputes=KINDS), Profile()
+    device = TimedDevice(Device(room))
     go_on = {"error_target": 0.05, "most_shapes": 8, "go_on": lambda _profile: True}
-    choose_and_measure(profile, device.row, within, **go_on)
+    choose_and_measure(profile, device, within, **go_on)
     assert not make_cost_table(profile, within, _MODEL, value_bytes=4).facts.prices_pieces
     done: list[None] = []
-    profile.cut(device.row, device.pieces, within, lambda: done.append(None))
+    profile.cut(device, within, lambda: done.append(None))
     assert len(done) == len(within.cut_samples) == 2 * len(KINDS)
-    assert {one.size: len(one.starts) for one in profile.pieces["full"]} == counts
+    assert {one.size: one.count for one in profile.pieces["full"]} == counts
     made = make_cost_table(profile, within, _MODEL, value_bytes=4)
     assert made.pieces is not None
     assert made.pieces.kept_values == 64
-    errors = errors_of_pieces(made, device.pieces, [within.sample_in_pieces(170, kind)[:3] for kind in KINDS])
+    errors = errors_of_pieces(made, device, [within.sample_in_pieces(170, kind)[:3] for kind in KINDS])
     assert max(errors.worst["forward_s"], errors.worst["backward_s"]) < 0.02
     assert errors.worst["stored_bytes"] < 0.001
     assert errors.worst["peak_bytes"] < 0.02
-    profile.cut(device.row, Device(room=100).pieces, within, done.clear)
+    profile.cut(TimedDevice(Device(room=100)), within, done.clear)
     assert not make_cost_table(profile, within, _MODEL, value_bytes=4).facts.prices_pieces
 
 

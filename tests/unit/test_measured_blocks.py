@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.blocks import BlockAttention
+from dynapipe_ext.costs.codec import from_json, to_json
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.links import Link
 from dynapipe_ext.costs.measured_blocks import BlockTimes, MeasuredBlock, fit_link
-from dynapipe_ext.costs.measuring_time import MeasuringTime
+from dynapipe_ext.costs.measuring_time import TimedDevice
 from dynapipe_ext.costs.pieces import PairGrowth, PieceSurcharge, PieceSurcharges
 from dynapipe_ext.costs.profiled import Profile
+from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.job.configured import make_planner
@@ -55,18 +57,20 @@ def table(**changes: Any) -> CostTable:
 @given(st.integers(0, 10**6), st.floats(1e6, 1e12), st.integers(2, 9))
 def test_a_link_is_found_again_in_what_exchanges_over_it_take(latency_ns: int, bytes_per_s: float, count: int) -> None:
     seconds = {4096 * 4**i: latency_ns * 1e-9 + 4096 * 4**i / bytes_per_s for i in range(count)}
-    link = fit_link(seconds)
+    link = fit_link(tuple(seconds.items()))
     for num_bytes, took_s in seconds.items():
         assert link.latency_ns * 1e-9 + num_bytes / link.bytes_per_s == pytest.approx(took_s, rel=1e-3, abs=1e-9)
 
 
 def test_the_tax_is_what_slices_take_beyond_their_share() -> None:
-    times = BlockTimes(even_s={10: 1e-6, 10**6: 1e-3}, gathered_s={10: 2e-6, 10**6: 1e-3}, whole_s=4.0, slice_s=1.2)
+    times = BlockTimes(
+        even_s=((10, 1e-6), (10**6, 1e-3)), gathered_s=((10, 2e-6), (10**6, 1e-3)), whole_s=4.0, slice_s=1.2
+    )
     assert times.block(4).tax == pytest.approx(0.2)
     assert times.block(2).tax == 0.0  # faster than half: not cheaper than free
-    assert BlockTimes.from_json(json.loads(json.dumps(times.to_json()))) == times
+    assert from_json(BlockTimes, json.loads(json.dumps(to_json(times)))) == times
     assert times.find_errors(4).max() < 1e-2
-    for damage in ({"whole_s": 0.0}, {"even_s": {10: 1e-6}}, {"gathered_s": {10: 1e-6, 20: float("nan")}}):
+    for damage in ({"whole_s": 0.0}, {"even_s": ((10, 1e-6),)}, {"gathered_s": ((10, 1e-6), (20, float("nan")))}):
         with pytest.raises(DataError, match="measure again"):
             replace(times, **damage)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="width '2' cannot be read"):
@@ -132,14 +136,19 @@ def test_steps_take_a_width_where_measured_links_are_worth_it(link: Link, width:
 
 def test_a_limit_in_seconds_says_what_there_is_time_for(tmp_path: Path) -> None:
     now = [0.0]
-    spent = MeasuringTime(0.0, 100.0, 64, lambda answer: answer, lambda: now[0])
-    assert spent.expect_s("layer", [ROW]) == 0.0
-    spent.record("layer", [ROW], run_s=0.5, taken_s=12.0)  # twice as long as twelve runs: a machine that others use
-    assert spent.expect_s("layer", [ROW]) == pytest.approx(12.0)
+
+    def measure(part: ModelPart, *_: MicroBatch, bytes_only: bool = False) -> Measured:
+        now[0] += 12.0  # twice as long as twelve runs: a machine that others use
+        return Measured(0.2, 0.3, 0.0, 0.0, 1, 1)
+
+    spent = TimedDevice(measure, 64, 12.0, 100.0, lambda answer: answer, lambda: now[0])
+    assert spent.expect_s("layer", ROW) == 0.0
+    spent("layer", ROW)
+    assert spent.expect_s("layer", ROW) == pytest.approx(12.0)
     long = MicroBatch((SampleLength(0, 4096),), "packed")
-    assert spent.expect_s("layer", [long]) > 4 * 12.0
-    assert spent.has(54.0, share=0.55)
-    assert not spent.has(56.0, share=0.55)
-    now[0] = 54.0
-    assert not spent.has(2.0, share=0.55)
-    assert spent.has(2.0)
+    assert spent.expect_s("layer", long) > 4 * 12.0
+    assert spent.has_time(54.0, share=0.55)
+    assert not spent.has_time(56.0, share=0.55)
+    now[0] = 12.0 + 54.0
+    assert not spent.has_time(2.0, share=0.55)
+    assert spent.has_time(2.0)

@@ -23,9 +23,17 @@ from dynapipe_ext.batch.micro_batches import (
 )
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.layers import SLICED_HEAD
+from dynapipe_ext.costs.measuring_time import TimedDevice
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, make_cost_table
 from dynapipe_ext.costs.states import count_parameters
-from dynapipe_ext.costs.surface import Measured, ModelPart, Surface, choose_next_shape, compute_left_out_errors
+from dynapipe_ext.costs.surface import (
+    QUANTITIES,
+    Measured,
+    ModelPart,
+    compute_left_out_errors,
+    fit_surface,
+    rank_shapes,
+)
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.models.architecture import Architecture
@@ -94,14 +102,14 @@ def packed_truth(part: ModelPart, m: MicroBatch) -> Measured:
     """Of documents one by one, with more bytes."""
     more = {"none": 1.08, "selective": 1.04, "full": 0.9}[m.recompute] if part == "layer" else 1.0
     each = [asdict(truth(part, 1, sample.encoder, m.recompute)) for sample in m.samples]
-    total = {name: sum(one[name] for one in each) for name in each[0]}
+    total = {name: sum(one[name] for one in each) for name in QUANTITIES}
     return Measured(**total | {name: int(more * total[name]) for name in ("stored_bytes", "peak_bytes")})
 
 
 def measured(device: Device, within: ProfileRange = _RANGE, **given: Any) -> Profile:
     profile = Profile()
     options = {"error_target": 0.03, "most_shapes": 24, "go_on": lambda _profile: True} | given
-    choose_and_measure(profile, device, within, **options)
+    choose_and_measure(profile, TimedDevice(device), within, **options)
     return profile
 
 
@@ -119,7 +127,7 @@ def padded(rows: int, length: int, recompute: Recompute = "none") -> MicroBatch:
 def test_a_surface_is_exact_where_costs_are_a_polynomial(a: float, b: float, c: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     shapes = {(int(r), int(n)) for r, n in zip(random.integers(1, 64, 12), random.integers(8, 999, 12), strict=True)}
-    surface = Surface.fit({(r, n): a + b * r * n + c * r * n**2 for r, n in shapes})
+    surface = fit_surface({(r, n): a + b * r * n + c * r * n**2 for r, n in shapes})
     places = np.array([(3, 77), (17, 500), (50, 20)], np.float64)
     rows, length = places.T
     assert surface(places) == pytest.approx(a + b * rows * length + c * rows * length**2, rel=1e-6)
@@ -127,24 +135,24 @@ def test_a_surface_is_exact_where_costs_are_a_polynomial(a: float, b: float, c: 
 
 def test_a_surface_follows_points_that_no_polynomial_passes_through() -> None:
     points = {(r, n): truth("layer", r, n, "none", bend=0.6).forward_s for r, n in _RANGE.list_candidates()[::2]}
-    found = Surface.fit(points)(np.array(list(points), np.float64))
+    found = fit_surface(points)(np.array(list(points), np.float64))
     assert found == pytest.approx(list(points.values()), rel=0.03)
 
 
 def test_a_quantity_that_is_zero_stays_zero() -> None:
-    surface = Surface.fit(dict.fromkeys([(1, 16), (4, 64), (8, 32)], 0.0))
+    surface = fit_surface(dict.fromkeys([(1, 16), (4, 64), (8, 32)], 0.0))
     assert surface(np.array([(2, 20)], np.float64)).tolist() == [0.0]
     with pytest.raises(DataError, match="at least 2"):
-        Surface.fit({(1, 1): 1.0})
+        fit_surface({(1, 1): 1.0})
 
 
 def test_the_next_shape_is_far_from_the_known_and_near_the_badly_predicted() -> None:
     known = [(1, 16), (1, 512), (64, 16)]
     even = dict.fromkeys(known, 0.0)
-    assert choose_next_shape(even, [(1, 17), (8, 512), (60, 16)]) == (8, 512)
+    assert rank_shapes(even, [(1, 17), (8, 512), (60, 16)])[0] == (8, 512)
     errors = {(1, 16): 0.0, (1, 512): 0.5, (64, 16): 0.0}
-    assert choose_next_shape(errors, [(2, 128), (16, 32)]) == (2, 128)
-    assert choose_next_shape(even, known) is None
+    assert rank_shapes(errors, [(2, 128), (16, 32)]) == [(2, 128), (16, 32)]
+    assert rank_shapes(even, []) == []
 
 
 def test_left_out_errors_see_what_a_fit_hides() -> None:
@@ -153,7 +161,7 @@ def test_left_out_errors_see_what_a_fit_hides() -> None:
     points[4, 64] *= 1.5
     errors = compute_left_out_errors(points)
     assert errors[4, 64] == pytest.approx(1 / 3, rel=0.1)
-    fitted = Surface.fit(points)(np.array([(4, 64)], np.float64))[0]
+    fitted = fit_surface(points)(np.array([(4, 64)], np.float64))[0]
     assert abs(fitted / points[4, 64] - 1) < 0.05
 
 
@@ -166,7 +174,7 @@ def test_few_shapes_are_enough_for_the_target() -> None:
     shapes = within.draw_held_out(40, seed=3)
     kinds: list[Recompute] = ["none", "selective", "full"]
     batches = [padded(*shape, kinds[i % 3]) for i, shape in enumerate(shapes)]
-    errors = held_out_errors(table, device, batches)
+    errors = held_out_errors(table, TimedDevice(device), batches)
     assert all(mean <= 0.03 for name, mean in errors.mean.items() if name.endswith("_s")), errors.mean
     assert errors.worst["stored_bytes"] <= 0.01
     assert errors.worst["peak_bytes"] <= 0.01
@@ -268,7 +276,7 @@ def test_heads_in_slices_are_priced_as_measured_and_whole_up_to_a_slice() -> Non
         assert in_slices.stored_bytes[0, 1] == pytest.approx(4 * layers.stored_bytes + head.stored_bytes, rel=0.01)
         assert in_slices.backward_ns[0, 1] == pytest.approx(1e9 * (4 * layers.backward_s + head.backward_s), rel=0.05)
         assert in_slices.weight_ns[0, 1] == pytest.approx(1e9 * 4 * layers.weight_s, rel=0.05)
-    errors = held_out_errors(table, Device(), [padded(*shape, "head") for shape in _RANGE.list_sliced(8)])
+    errors = held_out_errors(table, TimedDevice(Device()), [padded(*shape, "head") for shape in _RANGE.list_sliced(8)])
     assert errors.num_unpriced == 0
     assert all(mean <= 0.03 for mean in errors.mean.values()), errors.mean
     arrays = table.evaluate_shapes([6], [300], 0, "head+full")
@@ -309,12 +317,14 @@ def test_plans_by_measured_costs_have_heads_in_slices_where_memory_is_short() ->
 def test_a_shape_that_was_measured_is_not_measured_again() -> None:
     profile, first = Profile(), Device()
     choose_and_measure(
-        profile, first, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda p: len(p.list_shapes()) < 4
+        profile, TimedDevice(first), _RANGE, error_target=0.01, most_shapes=12, go_on=lambda p: len(p.list_shapes()) < 4
     )
     kept = Profile.from_json(json.loads(json.dumps(profile.to_json())))
     assert kept.points == profile.points
     second = Device()
-    choose_and_measure(kept, second, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda _profile: True)
+    choose_and_measure(
+        kept, TimedDevice(second), _RANGE, error_target=0.01, most_shapes=12, go_on=lambda _profile: True
+    )
     at_once = Device()
     whole = measured(at_once, error_target=0.01, most_shapes=12)
     head = ("head", "head")  # in slices, of which a table of four shapes needed some more
@@ -345,7 +355,7 @@ def test_damaged_measurements_are_refused_by_entry(damage: dict[str, Any]) -> No
 def test_a_surface_refuses_costs_that_are_not_costs() -> None:
     for values in ([1.0, 0.0, 2.0], [1.0, float("nan"), 1.0], [-1.0, -1.0, -1.0]):
         with pytest.raises(DataError, match="must be above 0"):
-            Surface.fit(dict(zip([(1, 16), (2, 16), (4, 32)], values, strict=True)))
+            fit_surface(dict(zip([(1, 16), (2, 16), (4, 32)], values, strict=True)))
 
 
 @pytest.mark.parametrize("value_bytes", [2, 4])

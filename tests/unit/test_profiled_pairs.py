@@ -12,9 +12,10 @@ import pytest
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.layers import lay_out
+from dynapipe_ext.costs.measuring_time import TimedDevice
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, make_cost_table
 from dynapipe_ext.costs.states import count_parameters
-from dynapipe_ext.costs.surface import Measured, ModelPart
+from dynapipe_ext.costs.surface import QUANTITIES, Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.job.configured import check_fits
@@ -81,14 +82,14 @@ def packed_truth(part: ModelPart, m: MicroBatch) -> Measured:
     """Of pairs one by one, with more bytes."""
     more = {"encoder": 1.02, "decoder": 1.08}.get(part, 1.0)
     each = [asdict(truth(part, 1, s.encoder, s.decoder, m.recompute)) for s in m.samples]
-    total = {name: sum(one[name] for one in each) for name in each[0]}
+    total = {name: sum(one[name] for one in each) for name in QUANTITIES}
     return Measured(**total | {name: int(more * total[name]) for name in ("stored_bytes", "peak_bytes")})
 
 
 def measured(device: PairDevice, within: ProfileRange = RANGE, most_shapes: int = SHAPES) -> Profile:
     profile = Profile()
     always = lambda _profile: True  # noqa: E731
-    choose_and_measure(profile, device, within, error_target=0.01, most_shapes=most_shapes, go_on=always)
+    choose_and_measure(profile, TimedDevice(device), within, error_target=0.01, most_shapes=most_shapes, go_on=always)
     return profile
 
 
@@ -120,7 +121,7 @@ def test_few_shapes_price_pairs_that_nobody_measured(table: CostTable) -> None:
     shapes = replace(RANGE, max_tokens=2048).draw_held_out(40, seed=3)
     kinds: list[Recompute] = ["none", "selective", "full"]
     batches = [padded(*shape, kinds[i % 3]) for i, shape in enumerate(shapes)]
-    errors = held_out_errors(table, PairDevice(), batches)
+    errors = held_out_errors(table, TimedDevice(PairDevice()), batches)
     assert errors.num_unpriced == 0
     assert all(mean <= 0.02 for name, mean in errors.mean.items() if name.endswith("_s")), errors.mean
     assert errors.worst["stored_bytes"] <= 0.005
@@ -177,7 +178,7 @@ def test_measurements_of_pairs_go_on_where_they_were_kept() -> None:
     first, second, at_once = PairDevice(), PairDevice(), PairDevice()
     kept = Profile.from_json(json.loads(json.dumps(measured(first, within, most_shapes=11).to_json())))
     always = lambda _profile: True  # noqa: E731
-    choose_and_measure(kept, second, within, error_target=0.01, most_shapes=13, go_on=always)
+    choose_and_measure(kept, TimedDevice(second), within, error_target=0.01, most_shapes=13, go_on=always)
     assert kept.points == measured(at_once, within, most_shapes=13).points
     assert first.asked + second.asked == at_once.asked
     entry = {"part": "decoder", "recompute": "none", "rows": 1, "length": 16}

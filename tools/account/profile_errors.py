@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,8 @@ from rich.table import Table
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, slices_head
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.pieces import MeasurePieces
-from dynapipe_ext.costs.profiled import MeasureShape
+from dynapipe_ext.costs.features import SUM_BYTES
+from dynapipe_ext.costs.measuring_time import TimedDevice
 from dynapipe_ext.costs.surface import ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
@@ -54,12 +54,7 @@ class HeldOutErrors:
         return {"mean": self.mean, "worst": self.worst, "unpriced": self.num_unpriced}
 
 
-def held_out_errors(
-    table: CostTable,
-    measure: MeasureShape,
-    micro_batches: Sequence[MicroBatch],
-    in_time: Callable[[MicroBatch], bool] = lambda _micro_batch: True,
-) -> HeldOutErrors:
+def held_out_errors(table: CostTable, measure: TimedDevice, micro_batches: Sequence[MicroBatch]) -> HeldOutErrors:
     """Errors for every micro-batch on one layer of each side with the head: measured, and predicted by the table.
     Nothing of those for which there is no time."""
     one_layer = replace(table, num_layers=1, num_decoder_layers=0, once_bytes={})
@@ -72,19 +67,19 @@ def held_out_errors(
         except PlanError:
             unpriced += 1
             continue
-        if not in_time(m):
+        if not measure.has_time(sum(measure.expect_s(part, m) for part in (*parts, "head"))):
             continue
-        layers, head = [measure(part, m) for part in parts], measure("head", _plain(m))
-        fitting = [layer for layer in layers if layer is not None]
-        if len(fitting) < len(layers) or head is None:
+        measured_parts = [*(measure(part, m) for part in parts), measure("head", _plain(m))]
+        fitting = [one for one in measured_parts if one]
+        if len(fitting) < len(measured_parts):
             unpriced += 1
             continue
         forward, backward, weight, stored = (
             int(values[0, 0]) for values in (costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.stored_bytes)
         )
-        measured = {name: sum(getattr(part, name) for part in (*fitting, head)) for name in _LABELS}
-        before = [0, *itertools.accumulate(layer.stored_bytes for layer in fitting)]
-        measured["peak_bytes"] = max(n + part.peak_bytes for n, part in zip(before, (*fitting, head), strict=True))
+        measured = {name: sum(getattr(part, name) for part in fitting) for name in _LABELS}
+        before = itertools.accumulate((part.stored_bytes for part in fitting), initial=0)
+        measured["peak_bytes"] = max(n + part.peak_bytes for n, part in zip(before, fitting, strict=False))
         predicted = {
             "forward_s": forward / 1e9,
             "backward_s": backward / 1e9,
@@ -100,34 +95,34 @@ def held_out_errors(
 
 
 def errors_of_pieces(
-    table: CostTable,
-    measure: MeasurePieces,
-    samples: Sequence[Sequence[MicroBatch]],
-    in_time: Callable[[Sequence[MicroBatch]], bool] = lambda _pieces: True,
+    table: CostTable, measure: TimedDevice, samples: Sequence[Sequence[MicroBatch]], share: float = 1.0
 ) -> HeldOutErrors:
     """Errors for samples in pieces on one layer without the head: times of every piece, bytes of each sample. Nothing
-    of those for which there is no time."""
+    of those for which there is no time within a `share` of the limit."""
     assert table.pieces is not None
     alone = replace(table, num_layers=2, topology=Topology(tp=table.topology.tp, pp=2))  # the first of two stages
     errors: dict[str, list[float]] = {name: [] for name in _LABELS}
     unpriced = 0
-    for pieces in filter(in_time, samples):
+    for pieces in samples:
+        if not measure.has_time(measure.expect_s("layer", *pieces), share=share):
+            continue
         try:
-            costs, measured = alone.evaluate(pieces), measure(pieces)
+            costs, measured = alone.evaluate(pieces), measure("layer", *pieces)
         except PlanError:
             measured = None
         if measured is None:
             unpriced += 1
             continue
         held = int(costs.stored_bytes[0].sum())
-        sums = table.pieces.sum_bytes * pieces[-1].samples[0].start  # none before the first backward
+        sums = SUM_BYTES * table.pieces.kept_values * pieces[-1].samples[0].start  # none before the first backward
         promised = {"stored_bytes": held - sums, "peak_bytes": held + int(costs.working_bytes[0, -1])}
-        predicted = {"forward_s": costs.forward_ns[0] / 1e9, "backward_s": costs.backward_ns[0] / 1e9}
-        for name, seconds in predicted.items():
-            true = np.array(getattr(measured, name))
-            errors[name] += (np.abs(seconds - true) / true).tolist()
+        true_s = np.reshape(measured.each_s, (2, -1))
+        off = np.abs(np.stack([costs.forward_ns[0], costs.backward_ns[0]]) / 1e9 - true_s) / true_s
+        errors["forward_s"] += off[0].tolist()
+        errors["backward_s"] += off[1].tolist()
         for name, num_bytes in promised.items():
-            errors[name].append(abs(num_bytes - getattr(measured, name)) / getattr(measured, name))
+            true = getattr(measured, name)
+            errors[name].append(abs(num_bytes - true) / true)
     return HeldOutErrors(by_quantity=errors, num_unpriced=unpriced)
 
 
