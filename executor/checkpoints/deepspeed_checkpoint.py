@@ -97,7 +97,7 @@ def load_engine(
         raise DataError(f"{folder} holds no checkpoint that DeepSpeed finds: resume from another one")
     for group, of_now in zip(engine.optimizer.param_groups, configured, strict=True):
         group.update(of_now)  # DeepSpeed puts the saved ones in their place
-    optimizer.restore(manifest.optimizer)
+    optimizer.restore_place(manifest.optimizer)
     return manifest.run
 
 

@@ -45,6 +45,7 @@ RIM = {
         "executor/measuring/profiler_ranges.py",
         "executor/stages/carried_keys.py",
         "executor/stages/deepspeed/*.py",
+        "executor/stages/guarded_optimizer.py",
         "executor/stages/joined_ranks.py",
         "executor/stages/kernels.py",
         "executor/stages/megatron/*.py",
@@ -83,6 +84,7 @@ RIM = {
         "executor/drop_in/*.py",
         "executor/loops/running_model.py",
         "executor/loops/megatron_bridge.py",
+        "executor/stages/guarded_optimizer.py",  # its schedule of learning rates
         "executor/stages/megatron/*.py",
         "executor/stages/megatron_cpu.py",
         "launch/megatron_core.py",

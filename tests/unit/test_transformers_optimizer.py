@@ -10,7 +10,7 @@ from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.stages.accumulator import Float32Accumulator
 from dynapipe_ext.executor.stages.chunk_runner import PlainAccumulator
-from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
+from dynapipe_ext.executor.stages.guarded_optimizer import make_learning_rates
 from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
@@ -33,7 +33,7 @@ def test_a_warm_up_rises_as_it_is_said_also_where_the_run_ends_before_it(schedul
     for num_steps in (3, 100):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
         settings = OptimizerSettings(lr=0.5, min_lr=0.0, lr_schedule=schedule, warmup_steps=5)
-        rates = learning_rates(optimizer, settings, num_steps=num_steps)
+        rates = make_learning_rates(optimizer, settings, num_steps=num_steps)
         found[num_steps] = []
         for _ in range(3):
             found[num_steps].append(optimizer.param_groups[0]["lr"])

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from dynapipe_ext.errors import ConfigError, DataError, in_one_line, named_collectives, short
-from dynapipe_ext.executor.device import gather_json
-from dynapipe_ext.executor.protocols import OptimizerPlace, Reductions
+from dynapipe_ext.errors import ConfigError, DataError, in_one_line, short
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.accumulator import describe_norm_fault
-from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
+from dynapipe_ext.executor.stages.guarded_optimizer import GuardedOptimizer
 from dynapipe_ext.executor.stages.megatron_cpu import uncompiled
 from dynapipe_ext.executor.stages.split_linear import pass_hooks_by
 from dynapipe_ext.executor.stages.weight_decay import decaying_weights
-from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy, joined_faults
+from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.settings.tables import OptimizerSettings
 
@@ -194,18 +194,24 @@ def clear_gradients(engine: Any) -> None:
         optimizer.reset_cpu_buffers()
 
 
-class DeepSpeedOptimizer:
+class DeepSpeedOptimizer(GuardedOptimizer):
     """An engine's step, unless loss or gradients are not finite. Learning rates are those of the file's scheduler, else
     of Megatron's schedule by the run's settings."""
 
     def __init__(
         self, engine: Any, settings: OptimizerSettings, *, num_steps: int, parallel: Reductions, device: torch.device
     ) -> None:
+        super().__init__(
+            engine.optimizer,
+            settings,
+            num_steps=num_steps,
+            device=device,
+            sum_over_job=parallel.sum_over_job,
+            has_rates=not engine.lr_scheduler,
+        )
         self._engine, self._parallel = engine, parallel
-        self._rates = None if engine.lr_scheduler else learning_rates(engine.optimizer, settings, num_steps=num_steps)
-        self._policy = SkipPolicy(settings.nan_policy, settings.max_skips)
-        self._num_updates = 0
         self._largest = torch.zeros((), device=device)
+        self._fault = ""
         for parameter in engine.module.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(self._see)
@@ -217,45 +223,27 @@ class DeepSpeedOptimizer:
         if gradient is not None and gradient.numel():
             self._largest = torch.maximum(self._largest, gradient.detach().abs().max().float())
 
-    def step(self, executed: ExecutedStep) -> float | Refused:
-        """Update, if the step may be taken; the gradient norm before clipping, or why nothing was changed.
-
-        Errors: ExecutionError, on all ranks alike and before anything is changed, for a loss or gradient that is not
-        finite, where the policy does not skip the step.
-        """
-        plan, largest = executed.plan, float(self._largest)
+    def sum_squares(self) -> float:
+        """Return infinity if the largest entry cannot be taken, else 0: the engine has the norm."""
+        self._fault = describe_norm_fault(float(self._largest))
         self._largest.zero_()
-        targets = sum(sample.target for m in plan.micro_batches for sample in m.samples)
-        fault = describe_norm_fault(largest)
-        bad = bool(fault) or not math.isfinite(executed.loss)
-        summed = torch.tensor([float(bad), float(targets)], dtype=torch.float64, device=self._largest.device)
-        with named_collectives(f"step {plan.step}, check of loss and gradients"):
-            self._parallel.sum_over_job(summed)
-        num_not_finite, num_targets = summed.tolist()
-        what = f"step {plan.step + 1} is not finite (loss {executed.loss:g}"
-        if num_not_finite:
-            own = [*executed.loss_faults()] or [fault] * bool(fault)
-            faults = joined_faults(gather_json(own, self._largest.device))
-            return self._policy.refused(f"{what}, seen on ranks: {num_not_finite:.0f}): {faults}")
-        if not num_targets:
-            return Refused(f"step {plan.step + 1} has no target tokens: it has nothing to learn from")
-        if reports_norm(self._engine):
-            with named_collectives(f"step {plan.step}, update"):
-                self._engine.step()
-            if not self._engine.was_step_applied():
-                return self._policy.refused(f"{what}): {describe_norm_fault(math.inf)}")
-            norm = float(self._engine.get_global_grad_norm())
-        else:
-            norm = self._held_norm()
-            if fault := describe_norm_fault(norm):
-                return self._policy.refused(f"{what}): {fault}")
-            with named_collectives(f"step {plan.step}, update"):
-                self._engine.step()
-        self._policy.passed()
-        if self._rates is not None:
-            self._rates.step(1)
-        self._num_updates += 1
-        return norm
+        return math.inf if self._fault else 0.0
+
+    def list_faults(self, executed: ExecutedStep) -> Iterator[tuple[int, str]]:
+        losses = [*executed.loss_faults()]
+        yield from ((0, fault) for fault in losses)
+        if self._fault and not losses:
+            yield 1, self._fault
+
+    def change_weights(self, norm: float, plan: ExecutionPlan) -> float | str:
+        if not reports_norm(self._engine) and (fault := describe_norm_fault(norm := self._held_norm())):
+            return fault
+        self._engine.step()
+        if not reports_norm(self._engine):
+            return norm
+        if not self._engine.was_step_applied():
+            return describe_norm_fault(math.inf)
+        return float(self._engine.get_global_grad_norm())
 
     def _held_norm(self) -> float:
         """Return the gradient norm of an engine that reports none: each rank holds all gradients of its stages."""
@@ -263,23 +251,6 @@ class DeepSpeedOptimizer:
         squares = torch.stack([gradient.double().square().sum() for gradient in own]).sum()
         self._parallel.sum_over_job(squares)
         return math.sqrt(float(squares) / self._parallel.topology.dp)
-
-    @property
-    def place(self) -> OptimizerPlace:
-        """What the engine's own checkpoint does not hold."""
-        schedule = {} if self._rates is None else {"num_steps": self._rates.num_steps}
-        return OptimizerPlace(self._num_updates, schedule)
-
-    def restore(self, place: OptimizerPlace) -> None:
-        """Learning rates follow the settings of now from where the schedule stood."""
-        self._num_updates = place.num_updates
-        if self._rates is not None:
-            self._rates.num_steps = int(place.schedule["num_steps"])
-            self._rates.step(0)
-
-    @property
-    def lr(self) -> float:
-        return float(self._engine.optimizer.param_groups[0]["lr"])
 
 
 # Of the classes that DeepSpeed's own checkpoints name, those that torch does not count as plain data.
