@@ -85,17 +85,16 @@ def bound_replica(
         jobs += [(ready + gradient, weight, np.zeros_like(tail))] * split
     heads, durations, tails = (np.stack(tables) for tables in zip(*jobs, strict=True))  # (kind, stage, micro-batch)
     bounds: list[list[int]] = []
+    ranks = np.array(placement)
     for rank in sorted(set(placement)):
-        own = [s for s, other in enumerate(placement) if other == rank]
+        own = np.flatnonzero(ranks == rank).tolist()
         before, taken, after = (table[:, own].ravel() for table in (heads, durations, tails))
         stage_ns, chain_ns = before.min() + taken.sum() + after.min(), (before + taken + after).max()
         bounds.append([int(stage_ns), int(chain_ns), native.preemptive_ns(before, taken, after)])
         if limit_bytes is not None:
             busy_ns = (forward + gradient)[own]
-            held_ns, working_ns = (
-                busy_ns + (between + weight)[own],
-                forward[own] if costs.working_in == "F" else busy_ns,
-            )
+            held_ns = busy_ns + (between + weight)[own]
+            working_ns = forward[own] if costs.working_in == "F" else busy_ns
             spread_ns = _spread_bytes(costs, own, held_ns, working_ns, limit_bytes, rank)
             last_ns = 0 if split else tail[own[0]].min()
             bounds[-1].append(int(head[own[0]].min() + last_ns) + spread_ns)
