@@ -298,7 +298,7 @@ class PlanSettings(PlanRules):
     """The rules of the run's plans, and what plans are made for. `costs` names a cost file; empty: measure this machine
     before the run. `adapt_costs` fits the costs again to the times of the run's actions, if they are far off."""
 
-    layout: Layout = setting("packed", **PlanRules.__dataclass_fields__["layout"].metadata)
+    layout: Layout = setting("packed", **PlanRules.__dataclass_fields__["layout"].metadata)  # another default
     costs: str = setting("", "--costs", "cost model as JSON (default: measure this machine)", "FILE")
     memory_limit_gb: float = setting(
         1.0, "--memory-limit-gb", "memory of a rank, 10^9 bytes", "GB", at_least=1e-9, at_most=1e9
