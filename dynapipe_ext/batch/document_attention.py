@@ -1,4 +1,4 @@
-"""Attention for transformers models that restarts at each document, within its windows and chunks."""
+"""Attention for transformers models that restarts at each document, with its sliding windows and chunks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ DOCUMENT_ATTENTION = "dynapipe_documents"
 
 
 class Carried(Protocol):
-    """A piece of a cut sample on its way through a stage: it caches keys and values, and sums their gradients."""
+    """A piece of a long sample while it runs through a stage: it caches keys and values, and sums their gradients."""
 
     def attend(
         self, layer: object, queries: Any, keys: Any, values: Any, attention: Callable[..., Any], *, recompute: bool
     ) -> Any:
-        """Return `attention` of the piece's queries to all keys up to its end, (T, heads, D); `recompute`: again in the
-        backward."""
+        """Return `attention` of the piece's queries to all keys of its sample up to the piece's end, (T, heads, D).
+        With `recompute` the backward computes it again."""
         ...
 
 
 class SharedRows(Protocol):
-    """Rows of which this rank has one of `width` even slices; attention needs all of them."""
+    """Rows of which this rank has one of `width` equal slices of positions, while attention needs all positions."""
 
     @property
     def width(self) -> int: ...
@@ -39,18 +39,19 @@ class SharedRows(Protocol):
         carried: Any,
         recompute: bool,
     ) -> Any:
-        """Return (P, B, heads, D) from queries, keys and values of P positions. `document_lengths` are those of each
-        complete row; `attention` receives lists of documents' queries, keys and values, (positions, heads, D), the
-        queries being the last. `carried`, a Carried or None, belongs to the first document."""
+        """Return (P, B, heads, D) from `tensors`: queries, keys and values of this rank's P positions of B rows.
+        `document_lengths` are those of each complete row. `attention` receives lists of documents' queries, keys and
+        values, (positions, heads, D), the queries being the last. `carried`: the piece (Carried) that is the first
+        document, or None. With `recompute` the backward computes it again."""
         ...
 
 
 def register_document_attention() -> str:
     """Register `attn_implementation="dynapipe_documents"` with transformers; return that name.
 
-    Work grows with the sum of squared document lengths, while a 4D mask pays for the squared row. Sliding windows and
-    chunks count from the start of each document. Any device; collate with attention="cu_seqlens". Soft-capped scores,
-    attention sinks and generation are rejected.
+    Work grows with the sum of squared document lengths; with a 4D mask it would grow with the squared row length.
+    Sliding windows and chunks count from the start of each document. Any device; collate with attention="cu_seqlens".
+    Models raise ConfigError for soft-capped scores, attention sinks and generation.
     """
     transformers = importlib.import_module("transformers")  # optional, so unknown to type checkers without it
     transformers.AttentionInterface.register(DOCUMENT_ATTENTION, _attend_documents)

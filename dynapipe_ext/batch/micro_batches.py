@@ -1,4 +1,4 @@
-"""The parts of a global batch: lengths of samples, pieces of long ones, micro-batches, plans of all replicas."""
+"""The parts of a global batch: lengths of samples, pieces of long samples, micro-batches, and plans of all replicas."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.errors import DataError, PlanError, short
 
-# Shape (num_samples, 3): encoder positions, decoder positions, target tokens; (num_samples, 4) for pairs of documents:
-# the positions of the first of the two, as well.
+# Shape (num_samples, 3), or (num_samples, 4) for pairs of documents: see `as_length_array`.
 LengthArray = npt.NDArray[np.int64]
 MOST_POSITIONS = 1 << 31  # of a sample's side
 _INTEGERS = (int, np.integer)
@@ -24,12 +23,12 @@ _FIRST, _START = attrgetter("first"), attrgetter("start")
 
 @dataclass(frozen=True, slots=True)
 class SampleLength:
-    """One sample, or one piece of it: `encoder` (and `decoder`) are model input positions, without padding.
+    """Lengths of one sample, or of one piece of a long sample, in model input positions without padding.
 
-    `target` counts the positions that carry loss. `start` is the first position of a piece of a sample that was cut
-    (Megatron's GPT dataset rule cuts documents at row ends); 0 for whole samples. A pair of documents that stay in one
-    micro-batch, a chosen and a rejected answer, is one sample of both: `first` positions belong to the first document
-    (0: the sample is one document).
+    `index`: the sample's number. `encoder`: positions of the encoder side, or of a decoder-only model; `decoder`: of
+    the decoder side. `target`: positions that carry loss. `start`: the first position of a piece in its sample; 0 for
+    whole samples. A pair of documents that stay in one micro-batch (a chosen and a rejected answer) is one sample:
+    `first` positions belong to its first document. `first` 0: the sample is one document.
     """
 
     index: int
@@ -41,7 +40,7 @@ class SampleLength:
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Encoder positions of the sample, or of both documents of a pair.
+        """Encoder positions of each document of the sample: one number, or two for a pair.
 
         >>> SampleLength(0, 9).documents, SampleLength(0, 9, first=4).documents
         ((9,), (4, 5))
@@ -50,13 +49,13 @@ class SampleLength:
 
     @property
     def tokens(self) -> int:
-        """Real tokens: encoder plus decoder positions."""
+        """Number of real tokens, without padding: encoder plus decoder positions."""
         return self.encoder + self.decoder
 
 
 def sample_lengths(lengths: LengthArray | Sequence[int], indices: Iterable[int] | None = None) -> list[SampleLength]:
-    """Return the rows of a lengths array as values; a flat sequence of integers means decoder-only samples, every
-    position a target.
+    """Return a SampleLength for each row of `lengths`, or only for the rows `indices`. Integers mean decoder-only
+    samples in which every position is a target. Raises DataError as `as_length_array` does.
 
     >>> sample_lengths([5, 9])[1]
     SampleLength(index=1, encoder=9, decoder=0, target=9, start=0, first=0)
@@ -68,11 +67,12 @@ def sample_lengths(lengths: LengthArray | Sequence[int], indices: Iterable[int] 
 
 
 def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
-    """Return any of the accepted shapes as (num_samples, 3) int64: (N,), (N, 2) = encoder and decoder, or (N, 3);
-    (N, 4) for pairs of documents stays as it is.
+    """Return lengths as int64, (num_samples, 3): encoder positions, decoder positions, target positions.
 
-    Raises DataError for values that are not an array of integers, negative lengths, an empty encoder side, more targets
-    than positions, and a pair with an empty document or a decoder side.
+    Accepts (N,): encoder positions, all of them targets; (N, 2): both sides, the decoder's positions being targets (the
+    encoder's if the decoder has 0); (N, 3). Pairs of documents, (N, 4), stay: the last column is the length of the
+    first document. Raises DataError for other arrays, negative lengths, an empty encoder side, more targets than
+    positions, and a pair with an empty document or a decoder side.
     """
     try:
         raw = np.asarray(lengths)
@@ -114,7 +114,7 @@ def get_document_lengths(lengths: LengthArray) -> LengthArray:
 
 
 def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) -> list[SampleLength]:
-    """Return samples that a user made, or made from lengths. Raises DataError for the first that cannot be planned."""
+    """Return checked samples, or one for each row of lengths. Raises DataError for the first bad sample."""
     is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str | bytes)
     if not is_list and hasattr(lengths, "__array__") and getattr(lengths, "ndim", False):
         lengths = np.asarray(lengths)  # of torch or pandas
@@ -148,9 +148,7 @@ Layout = Literal["padded", "packed"]
 # at a time, so that no more logits exist at once, in forwards or backwards.
 Recompute = Literal["none", "selective", "full", "stage", "head", "head+selective", "head+full", "head+stage"]
 HEAD_SLICE = 1024
-# Packed rows: attention restarts at each document; or goes over the whole row; or restarts, and the first document, a
-# piece of a long sample, attends to the earlier pieces as well (`dynapipe_ext/batch/micro_batches.py`).
-Attention = Literal["document", "row", "carried"]
+Attention = Literal["document", "row", "carried"]  # of packed rows: see `MicroBatch`
 Pieces = Literal["off", "auto"] | int  # of long samples: how many tokens a piece has
 LossNorm = Literal["tokens", "samples"]
 ALL_RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
@@ -161,12 +159,12 @@ _BODY: Mapping[Recompute, Recompute] = dict(zip(ALL_RECOMPUTES, (*RECOMPUTES, *R
 
 
 def slices_head(recompute: Recompute) -> bool:
-    """Return whether the head is computed in slices, and again in backwards."""
+    """Return whether a mode computes the output head and the loss in slices of positions, and again in backwards."""
     return recompute not in RECOMPUTES
 
 
 def recompute_of_layers(recompute: Recompute) -> Recompute:
-    """Return the recomputation mode of everything but the head.
+    """Return the recomputation mode of the layers: the mode without "head".
 
     >>> [recompute_of_layers(kind) for kind in ("full", "head", "head+full")]
     ['full', 'none', 'full']
@@ -184,7 +182,7 @@ def with_sliced_head(kinds: Sequence[Recompute]) -> tuple[Recompute, ...]:
 
 
 def without_stage(recompute: Recompute) -> Recompute:
-    """Return the mode under which layers and head run: they recompute nothing if the whole stage is recomputed.
+    """Return the mode without "stage": if the whole stage is recomputed, its layers recompute nothing by themselves.
 
     >>> [without_stage(kind) for kind in ("full", "stage", "head+stage", "head+full")]
     ['full', 'none', 'head', 'head+full']
@@ -193,7 +191,7 @@ def without_stage(recompute: Recompute) -> Recompute:
 
 
 def round_up(length: int, multiple: int) -> int:
-    """Return the next multiple of a number.
+    """Return the least multiple of `multiple` that is at least `length`.
 
     >>> [round_up(n, 8) for n in (0, 1, 8, 9)]
     [0, 8, 8, 16]
@@ -203,11 +201,12 @@ def round_up(length: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples that run together, in row order.
+    """Samples that run through the pipeline together, in row order.
 
-    padded: one row per document (a pair has two), every row `encoder_len` positions. packed: documents end to end in
-    one row whose length is the sum of theirs. Both are rounded up to `pad_multiple`. `min_len` forces a longer row
-    (fixed-size rules).
+    `layout` "padded": one row per document (a pair has two); "packed": one row, documents end to end. All rows have
+    `encoder_len` and `decoder_len` positions, at least `min_len`, rounded up to `pad_multiple`. `recompute`: what
+    backwards compute again. `attention` of packed rows: within each "document"; over the "row"; or "carried": like
+    "document", and the first document, a piece, attends to the earlier pieces of its sample, too.
     """
 
     samples: tuple[SampleLength, ...]
@@ -233,22 +232,22 @@ class MicroBatch:
         object.__setattr__(self, "decoder_len", self._round_row(decoder) if any(decoder) else 0)
 
     def with_recompute(self, recompute: Recompute) -> MicroBatch:
-        """Return the same under another recomputation mode; `dataclasses.replace` takes four times as long."""
+        """Return this micro-batch under another recomputation mode; `dataclasses.replace` takes four times as long."""
         return MicroBatch(self.samples, self.layout, recompute, self.attention, self.pad_multiple, self.min_len)
 
     @property
     def adds_weights_in_input_backward(self) -> bool:
-        """Whether its I computes weight gradients, too, and leaves none to W: what is recomputed would stay until W."""
+        """Whether I also computes all weight gradients: if W did, recomputed activations would be held until W."""
         return self.layer_recompute in ("full", "stage")
 
     @property
     def layer_recompute(self) -> Recompute:
-        """The recomputation mode of everything but the head."""
+        """The recomputation mode of the layers: `recompute` without "head"."""
         return _BODY[self.recompute]
 
     @property
     def head_positions(self) -> int:
-        """Positions of which the last stage makes logits."""
+        """Number of positions for which the last stage computes logits, padding included."""
         return self.rows * (self.decoder_len or self.encoder_len)
 
     @property
@@ -257,7 +256,7 @@ class MicroBatch:
 
     @property
     def real_tokens(self) -> int:
-        """Model input positions that are not padding."""
+        """Number of model input positions that are not padding."""
         return sum(s.tokens for s in self.samples)
 
     @property
@@ -275,8 +274,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """The micro-batches of one replica, in injection order. `dp_rank` counts the replicas of the step: the blocks, if
-    blocks of several data parallel ranks are one replica each."""
+    """The micro-batches of one replica, in injection order. `dp_rank` is the index of the replica in the step. If
+    replicas are context-parallel groups, it counts groups, not data parallel ranks."""
 
     dp_rank: int
     micro_batches: tuple[MicroBatch, ...]
@@ -284,8 +283,8 @@ class ReplicaPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatchPlan:
-    """One optimizer step: the micro-batches of all replicas and what the loss is divided by. Each replica is a block of
-    `width` data parallel ranks."""
+    """One optimizer step: the micro-batches of all replicas. `loss_norm`: the loss is divided by the step's target
+    "tokens" or "samples". `width`: the number of data parallel ranks of each replica, its context-parallel degree."""
 
     step: int
     replicas: tuple[ReplicaPlan, ...]
@@ -299,12 +298,12 @@ class GlobalBatchPlan:
 
     @property
     def target_tokens(self) -> int:
-        """Global number of target tokens (the loss divisor under loss_norm "tokens")."""
+        """Number of target tokens of all replicas: the divisor of the loss if `loss_norm` is "tokens"."""
         return sum(m.target_tokens for m in self.micro_batches)
 
     @property
     def num_samples(self) -> int:
-        """Distinct samples (the loss divisor under loss_norm "samples"); pieces of one sample count once."""
+        """Number of samples; one in pieces counts once. The divisor of the loss if `loss_norm` is "samples"."""
         return len({s.index for m in self.micro_batches for s in m.samples})
 
     @property
@@ -317,12 +316,12 @@ class GlobalBatchPlan:
 
     @property
     def padding_efficiency(self) -> float:
-        """Real over padded tokens."""
+        """Real tokens divided by all positions (real tokens and padding)."""
         return self.real_tokens / max(1, self.padded_tokens)
 
 
 def check_cover(plan: GlobalBatchPlan, samples: Iterable[SampleLength]) -> None:
-    """Raise PlanError unless the plan trains every sample exactly once (pieces of a cut sample must tile it)."""
+    """Raise PlanError unless the plan trains every sample once: whole, or in pieces without gap or overlap."""
     whole_samples = {s.index: s for s in samples}
     pieces: dict[int, list[SampleLength]] = {}
     for sample in chain.from_iterable(m.samples for m in plan.micro_batches):
@@ -351,10 +350,11 @@ SamplePieces = tuple[int, ...]
 
 
 def sample_pieces(micro_batches: Sequence[MicroBatch]) -> tuple[SamplePieces, ...]:
-    """Return the pieces of each cut sample of a replica, by the injection order of their first pieces.
+    """Return, for each sample in pieces, the indices of its micro-batches in the replica, first piece first. Samples
+    are in the injection order of their first pieces.
 
-    Raises PlanError for a micro-batch with a piece that is padded or whose later documents are pieces too. Also for
-    pieces that do not follow one another from position 0: one is missing, or went to another replica.
+    Raises PlanError for a padded piece, or two pieces in one micro-batch. Also for pieces that do not follow one
+    another from position 0: one is missing, or is on another replica.
     """
     positions_of: dict[int, list[int]] = {}
     for position, micro_batch in enumerate(micro_batches):
@@ -400,8 +400,8 @@ class Piece:
 
 
 def find_pieces(micro_batches: Sequence[MicroBatch]) -> dict[int, Piece]:
-    """Return the piece of a cut sample in each micro-batch of a replica, by its position; a sample in one piece is not
-    cut. Raises PlanError as `sample_pieces`."""
+    """Return the pieces of long samples, by the index of their micro-batch in the replica; a sample in only one piece
+    is left out. Raises PlanError as `sample_pieces` does."""
     pieces: dict[int, Piece] = {}
     for positions in sample_pieces(micro_batches):
         for number, position in enumerate(positions, 1) if len(positions) > 1 else ():
@@ -414,10 +414,10 @@ def find_pieces(micro_batches: Sequence[MicroBatch]) -> dict[int, Piece]:
 
 @dataclass(frozen=True, slots=True)
 class PieceNeighbours:
-    """The pieces next to a piece of the same sample, by micro-batch.
+    """The neighbours of a micro-batch's piece: micro-batches with the previous (`before`) and next piece (`behind`).
 
-    On every stage the forward of a piece runs after that of the piece `before` it. Its input gradient (B or I) runs
-    after that of the piece `behind` it, from which it needs the gradients of its keys and values.
+    On every stage the forward of a piece runs after that of the previous piece. Its input gradient (B or I) runs after
+    that of the next piece, from which it needs the gradients of its keys and values.
 
     >>> order = PieceNeighbours.from_pieces([(0, 2, 3)])
     >>> order.before, order.behind
@@ -434,7 +434,7 @@ class PieceNeighbours:
 
 
 def make_length_error(positions: int) -> PlanError:
-    """Make the error for a micro-batch that is too long."""
+    """Return the error for a micro-batch of `positions` positions whose time in ns exceeds 64 bits."""
     return PlanError(
         f"a micro-batch of {positions} positions takes longer than 64 bits of nanoseconds count: lower max_tokens, or"
         " truncate samples"

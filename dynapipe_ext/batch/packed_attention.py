@@ -24,10 +24,10 @@ _SHARED_HEADS = "enable_gqa"  # torch 2.11 shares heads without being asked
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VarlenKernel:
-    """An attention function of an installed package: its module, and its own names of the `arguments` that it has.
+    """An attention function of an installed package: its module, and its names of the `arguments` that it has.
 
-    All are passed by name, since new versions insert arguments between old ones. `capabilities`: the major compute
-    capabilities of the devices it runs on. `unbounded`: the value for a window side without a bound.
+    These names are by flash-attn's. All are passed by name, since new versions insert arguments between old ones.
+    `capabilities`: the major compute capabilities it runs on. `unbounded`: its value for a window side without a bound.
     """
 
     name: str
@@ -61,10 +61,11 @@ KERNELS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentMask:
-    """The positions of its document that a position attends to: those before it (`is_causal`), the last `window` of
-    them and, without causality, as many after it. `softcap` above 0 caps scores, `dropout` is a share of them.
-    `is_deterministic`: gradients are bitwise identical in every run; `has_sinks`: with scores of no position, which no
-    kernel here supports."""
+    """The positions of its document that a position attends to, and how. `scale`: of scores (None: 1 / sqrt(D)).
+    `is_causal`: to no later position. `window`: to `window` - 1 positions before it and, without causality, as many
+    after it. `softcap`: above 0, scores are capped. `dropout`: the share of attention weights that is dropped.
+    `is_deterministic`: gradients are bitwise identical in every run. `has_sinks`: with attention sinks, which no kernel
+    here supports."""
 
     scale: float | None = None
     is_causal: bool = True
@@ -77,7 +78,7 @@ class DocumentMask:
 
 @dataclass(frozen=True, slots=True)
 class DocumentOffsets:
-    """Lengths of documents end to end, and on the device their offsets from 0 on, int32."""
+    """Lengths of documents end to end, and `sums`: their offsets from 0 on (`cu_seqlens`), int32, on the device."""
 
     lengths: Sequence[int]
     sums: torch.Tensor
@@ -88,8 +89,8 @@ class DocumentOffsets:
 
 
 def load_kernel(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, str]:
-    """Return the kernel's function, or None and the reason: the package is broken, or its version lacks arguments. The
-    reason is empty if the package is not installed."""
+    """Return the kernel's function and ""; or None and the reason: its package is broken, or its version lacks
+    arguments. The reason is "" if the package is not installed."""
     try:
         module = importlib.import_module(kernel.module)
         if not hasattr(module, kernel.function) and getattr(module, "__file__", None) is None:
@@ -114,7 +115,7 @@ def _load_once(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, Mapping
 
 
 def pick_kernel(q_THD: torch.Tensor, rule: DocumentMask) -> VarlenKernel | None:
-    """Return the best installed kernel for these tensors; None if torch is called instead, once per document."""
+    """Return the best installed kernel for these tensors; None if torch is called, once per document."""
     if rule.has_sinks or not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
         return None
     major = torch.cuda.get_device_capability(q_THD.device)[0]
@@ -136,8 +137,8 @@ def attend_by_kernel(
     *,
     keys: DocumentOffsets | None = None,
 ) -> torch.Tensor:
-    """Return the result of one call of the kernel, (T, heads, D). `keys` are the offsets of keys if a document has more
-    of them than queries, which are then the last."""
+    """Return attention by one call of the kernel, (T, heads, D). `borders` are the offsets of queries, `keys` those of
+    keys if documents have more keys than queries; a document's queries are then its last positions."""
     function, arguments = _load_once(kernel)
     assert function is not None
     keys = keys or borders
@@ -173,8 +174,8 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Compute torch's softmax(QK^T scale + mask)V; keys and values of fewer heads are shared, or copied if no fused
-    kernel shares them (on CUDA, in 32 bits or under a mask). Causal queries are the last of more keys."""
+    """Return torch's softmax(QK^T scale + mask)V, (B, heads, S, D). Keys and values of fewer heads are shared, or
+    copied if no fused kernel shares them (on CUDA, in 32 bits or under a mask). Causal queries are the last."""
     if is_causal and q_BHSD.shape[2] < k_BHTD.shape[2]:
         mask, is_causal = causal_lower_right(q_BHSD.shape[2], k_BHTD.shape[2]), False
     groups = q_BHSD.shape[1] // k_BHTD.shape[1]
@@ -202,8 +203,8 @@ def attend_documents(
     *,
     keys: DocumentOffsets | None = None,
 ) -> torch.Tensor:
-    """Attend within every document, (T, heads, D), by the best installed kernel; a soft cap needs one that has it.
-    `keys` as in `attend_by_kernel`; with a window only if attention is causal."""
+    """Return attention within every document, (T, heads, D), by the best installed kernel; a soft cap needs a kernel.
+    `borders` and `keys` as in `attend_by_kernel`; more keys than queries with a window only if attention is causal."""
     kernel = pick_kernel(q_THD, rule)
     if kernel is not None:
         return attend_by_kernel(kernel, q_THD, k_THD, v_THD, borders, rule, keys=keys)
@@ -233,8 +234,8 @@ def _make_window_mask(
 
 
 def list_attention_kernels() -> tuple[str, ...]:
-    """List the kernels that packed rows run on here in 16 bits, best first; the last is torch's, one call per
-    document."""
+    """List the names of the kernels that can run packed rows in 16 bits on this device, best first. The last is torch's
+    own attention, one call per document."""
     if not torch.cuda.is_available():
         return (SDPA,)
     major = torch.cuda.get_device_capability()[0]
@@ -242,7 +243,7 @@ def list_attention_kernels() -> tuple[str, ...]:
 
 
 def lacks_newer_kernels() -> bool:
-    """Return whether this device is of a generation (Hopper, Blackwell) that flash-attn 3 or 4 was made for, and
-    neither is installed."""
+    """Return whether the best kernel here is an older one, on a device (Hopper, Blackwell) that flash-attn 3 or 4 was
+    made for."""
     is_older = list_attention_kernels()[0] in ("flash-attn-2", "torch-varlen")
     return is_older and torch.cuda.get_device_capability()[0] >= 9

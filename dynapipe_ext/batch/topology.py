@@ -20,13 +20,12 @@ def place_stages(name: PlacementName, pp: int, stages_per_rank: int | None = Non
     """Return the pipeline rank of every stage under a named placement; `stages_per_rank` defaults to 1 for linear, else
     to 2.
 
-    interleaved: round after round down the ranks (Narayanan et al. 2021, sec. 2.2). v: down and back up in turns, so
-    that the first and the last stage share a rank (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
+    linear: stage s on rank s. interleaved: down the ranks, round after round (Narayanan et al. 2021, sec. 2.2). v: down
+    and back up in turns, so that the first and the last stage share a rank (Qi et al. 2024, "Pipeline Parallelism with
+    Controllable Memory"). Raises ConfigError for an unknown name, or a number that the placement does not have.
 
     >>> place_stages("interleaved", 3), place_stages("v", 3)
     ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
-
-    Raises ConfigError for an unknown name, or a number of stages per rank that the placement does not have.
     """
     if name not in get_args(PlacementName):
         raise ConfigError(f"placement is {name!r} but must be one of {', '.join(get_args(PlacementName))}")
@@ -43,7 +42,7 @@ def place_stages(name: PlacementName, pp: int, stages_per_rank: int | None = Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """The coordinates of a rank. `pp_rank` is the pipeline rank, not a stage (a rank may hold several stages)."""
+    """A process's rank in each dimension. `pp_rank` is not a stage: a pipeline rank may hold several stages."""
 
     tp_rank: int
     pp_rank: int
@@ -52,10 +51,10 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """Layers of one stage, counted from 0: those whose attention it computes, and those whose MLP.
+    """Numbers (from 0) of one stage's layers: those whose attention it computes, and those whose MLP it computes.
 
-    They are the same if the stage is cut between layers. A cut inside a layer, between attention and MLP, leaves the
-    attention to the stage before it and the MLP to the one after it. The same hidden states cross.
+    Both are equal for stages that end between layers. A stage that ends inside a layer, between attention and MLP, has
+    its attention, and the next stage its MLP. Messages are hidden states in both cases.
     """
 
     attention: range
@@ -68,22 +67,22 @@ class StageLayers:
 
     @property
     def held(self) -> range:
-        """The layers of which the stage has a half or both."""
+        """The layers of which the stage has one half or both."""
         return range(self.mlp.start if self.mlp else self.attention.start, self.attention.stop)
 
     @property
     def attention_half(self) -> range:
-        """The layer of which the stage has only the attention, or nothing."""
+        """The one layer of which the stage has only the attention; an empty range if there is none."""
         return range(max(self.mlp.stop, self.attention.start), self.attention.stop)
 
     @property
     def mlp_half(self) -> range:
-        """The layer of which the stage has only the MLP, or nothing."""
+        """The one layer of which the stage has only the MLP; an empty range if there is none."""
         return range(self.mlp.start, min(self.attention.start, self.mlp.stop))
 
 
 def list_stage_layers(layers_per_stage: Sequence[float]) -> tuple[StageLayers, ...]:
-    """Return the layers of every stage from their numbers, which are whole or end in .5.
+    """Return the layers of each stage; `layers_per_stage` are their numbers, whole or ending in .5.
 
     >>> for stage in list_stage_layers((1.5, 1, 0.5)):
     ...     print(stage.attention, stage.mlp, list(stage.whole))
@@ -99,7 +98,7 @@ def list_stage_layers(layers_per_stage: Sequence[float]) -> tuple[StageLayers, .
 
 
 def require_whole_layers(layers_per_stage: Sequence[float], who: str) -> tuple[int, ...]:
-    """Return the numbers of layers if stages are cut between layers. Raises ConfigError for a cut inside a layer.
+    """Return layers per stage as integers. Raises ConfigError, with `who` as its subject, for half layers.
 
     >>> require_whole_layers((3, 5), "this model")
     (3, 5)
@@ -114,18 +113,19 @@ def require_whole_layers(layers_per_stage: Sequence[float], who: str) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Degrees of parallelism, the stages and their placement on pipeline ranks.
+    """Degrees of parallelism (`tp`, `pp`, `dp`), the stages and their placement on pipeline ranks.
 
-    Ranks are laid out in Megatron's order tp-dp-pp: tensor parallel neighbours are adjacent ranks. `width` neighbours
-    among data parallel ranks, a power of two, are one context-parallel group: they run one program on the same
-    micro-batches, each on its slice of every row's positions. So `dp` ranks make `num_replicas` replicas. The degree of
-    a step may differ. `layers_per_stage` may be uneven, and half layers: 8.5 ends or begins between attention and MLP.
-    Whole numbers are int, others float. `placement[stage]` is the pipeline rank that holds it (empty: stage s on rank
-    s).
+    Ranks are numbered in Megatron's order tp-dp-pp: tensor parallel neighbours are adjacent. `placement[stage]` is the
+    pipeline rank of a stage (empty: stage s on rank s). `layers_per_stage` (empty: not known) may be uneven, and half
+    layers: a stage with 8.5 begins or ends between attention and MLP. Whole numbers are int, others float.
 
-    With `vocabulary` "head" all pipeline ranks hold equally many rows of the head, in a chain of stages: the last stage
-    of layers, and after it stages without layers on the other ranks. With "both" a chain of embeddings, one on each
-    rank, ends in the first stage of layers, too. Either chain is as `split_vocabulary` makes it.
+    `width` is the context-parallel degree, a power of two: this many neighbouring data parallel ranks are a group. They
+    run one program on the same micro-batches, each on its slice of every row's positions. So `dp` ranks make
+    `num_replicas` replicas. The degree of a step may differ.
+
+    With `vocabulary` "head" each pipeline rank holds an equal share of the output head's rows, in a chain of stages:
+    the last one with layers, then stages without layers on the other ranks. With "both" the embedding is split, too:
+    its chain, one stage per rank, ends in the first stage with layers. `split_vocabulary` makes both.
 
     >>> Topology(tp=2, pp=2, dp=2).coordinates(5)
     Coordinates(tp_rank=1, pp_rank=1, dp_rank=0)
@@ -180,7 +180,7 @@ class Topology:
 
     @property
     def head_stages(self) -> range:
-        """The stages that hold a part of the head, in their order; the first of them has the final norm.
+        """The stages that hold a part of the output head, in order; the first of them has the final norm.
 
         >>> from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
         >>> split_vocabulary(Topology(pp=3), "head").head_stages, Topology(pp=3).head_stages
@@ -190,7 +190,7 @@ class Topology:
 
     @property
     def first_head_stage(self) -> int | None:
-        """The first stage that sends what parts of a head send (`ActivationFormat`); None for an unsplit head."""
+        """The first stage with a part of a split output head (see `ActivationFormat`); None if it is not split."""
         return None if self.vocabulary == "whole" else self.head_stages.start
 
     @property
@@ -200,7 +200,7 @@ class Topology:
 
     @property
     def layer_stages(self) -> range:
-        """The stages that may hold layers: between the chains, with the nearer end of each."""
+        """The stages that may hold layers: from the last embedding stage to the first stage of the output head."""
         return range(self.embedding_stages.stop - 1, self.head_stages.start + 1)
 
     def vocabulary_part(self, stage: int) -> int:
@@ -218,7 +218,7 @@ class Topology:
         return self.tp * self.pp * self.dp
 
     def check_num_ranks(self, num_ranks: int) -> None:
-        """Raise ConfigError for other than `world_size`."""
+        """Raise ConfigError if `num_ranks` is not `world_size`."""
         if num_ranks != self.world_size:
             raise ConfigError(
                 f"{num_ranks} ranks were started but tp {self.tp} x pp {self.pp} x dp {self.dp} needs"
@@ -227,11 +227,11 @@ class Topology:
 
     @property
     def num_replicas(self) -> int:
-        """The number of groups of `width` data parallel ranks; each runs micro-batches of its own."""
+        """Number of replicas, `dp` / `width`: context-parallel groups, each with micro-batches of its own."""
         return self.dp // self.width
 
     def at_width(self, width: int) -> Topology:
-        """Return the same ranks with another context-parallel degree. Raises ConfigError for one that does not fit."""
+        """Return this topology at context-parallel degree `width`. Raises ConfigError if that does not fit `dp`."""
         return self if width == self.width else replace(self, width=width)
 
     @property
@@ -240,7 +240,7 @@ class Topology:
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """Pipeline rank of every stage."""
+        """The pipeline rank of each stage, by the stage's index."""
         return self.placement or tuple(range(self.pp))
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
@@ -253,7 +253,7 @@ class Topology:
 
     @property
     def placement_name(self) -> str:
-        """The name of the placement for `place_stages`, with the stages of layers per rank; "custom" if there is none.
+        """The placement in words: its name for `place_stages` (or "custom"), stages with layers per rank, vocabulary.
 
         >>> Topology(pp=2, placement=(0, 1, 1, 0)).placement_name
         'v, 2 stages a rank'
@@ -271,7 +271,7 @@ class Topology:
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether every rank has several stages, all of layers, dealt out in rounds, as interleaved 1F1B needs."""
+        """Whether ranks have several stages in rounds, as interleaved 1F1B needs, and an unsplit vocabulary."""
         return self.vocabulary == "whole" and self.placement_name.startswith("interleaved")
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -291,12 +291,12 @@ class Topology:
 
     @property
     def stage_layers(self) -> tuple[StageLayers, ...]:
-        """The layers of every stage; () without `layers_per_stage`."""
+        """The layers of every stage; an empty tuple without `layers_per_stage`."""
         return list_stage_layers(self.layers_per_stage)
 
     def with_layers(self, num_layers: int) -> Topology:
-        """Return the topology with `layers_per_stage` filled in evenly: layer i of T is on stage i * S // T of those
-        that may hold layers.
+        """Return the topology with `layers_per_stage` filled in evenly: layer i is on stage i * S // `num_layers` of
+        the S that may hold layers. Raises ConfigError for fewer layers, or if `layers_per_stage` has another sum.
 
         >>> Topology(pp=4).with_layers(10).layers_per_stage
         (3, 2, 3, 2)
@@ -322,7 +322,7 @@ class Topology:
 
 
 def list_cp_degrees(dp: int) -> tuple[int, ...]:
-    """List the powers of two that divide `dp`, from 1 on.
+    """List the context-parallel degrees that `dp` allows: the powers of two that divide it, from 1 on.
 
     >>> list_cp_degrees(12)
     (1, 2, 4)
@@ -331,7 +331,7 @@ def list_cp_degrees(dp: int) -> tuple[int, ...]:
 
 
 def check_layer_counts(counts: Sequence[float]) -> tuple[float, ...]:
-    """Return whole numbers as int, halves as float. Raises ConfigError for any other number."""
+    """Return numbers of layers, whole ones as int, halves as float. Raises ConfigError for any other number."""
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < math.inf or count * 2 % 1:
             raise ConfigError(
@@ -363,16 +363,16 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
-    """The form in which hidden states of a micro-batch cross stage boundaries.
+    """The tensors by which a micro-batch's hidden states are sent from stage to stage.
 
-    order "sbh" is Megatron's (sequence, rows, hidden), "bsh" that of plain torch models. Each rank holds 1 /
-    `sequence_shards` of the sequence: tensor parallel ranks under sequence parallelism, and the ranks of a
-    context-parallel group. An encoder-decoder's stages from `first_decoder_stage` on send the encoder's hidden states
-    and the decoder's; those before it only the encoder's.
+    `order` "sbh" is Megatron's (sequence, rows, `hidden_size`), "bsh" that of plain torch models. Each rank holds 1 /
+    `sequence_shards` of the sequence: tensor parallel ranks divide it under sequence parallelism, and ranks of a
+    context-parallel group do. Stages from `first_decoder_stage` on (None: no decoder) send hidden states of encoder and
+    decoder.
 
-    Stages that hold parts of the head, from `first_head_stage` on, also send two numbers per position: the log of the
-    sum of exponentials over all parts so far, and the target's logit or 0. All tensor parallel ranks hold these of the
-    same positions, 1 / `position_shards` of all: the ranks of a context-parallel group divide them.
+    Stages from `first_head_stage` on hold parts of a split output head (None: unsplit). They also send two numbers per
+    position: the log of the sum of exponentials over all parts so far, and the target's logit or 0. Each rank has 1 /
+    `position_shards` of the positions: ranks of a context-parallel group divide them, tensor parallel ranks do not.
     """
 
     hidden_size: int
@@ -392,7 +392,7 @@ class ActivationFormat:
                 raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(choices)}")
 
     def at_width(self, width: int) -> ActivationFormat:
-        """Return the format at a context-parallel degree: each rank sends its slice of all positions.
+        """Return the format at context-parallel degree `width`, made from degree 1: ranks send slices of positions.
 
         >>> ActivationFormat(8, sequence_shards=2).at_width(4).sequence_shards
         8
@@ -402,14 +402,14 @@ class ActivationFormat:
 
     @property
     def changing_stages(self) -> tuple[int, ...]:
-        """The stages from which on messages hold other tensors than before."""
+        """The stages from which on messages have more tensors: the first decoder and the first head stage."""
         stages = (self.first_decoder_stage, self.first_head_stage)
         return tuple(sorted({stage for stage in stages if stage}))
 
     def specs(self, micro_batch: MicroBatch, boundary: int = 0) -> tuple[TensorSpec, ...]:
-        """Return the tensors of a message between stages `boundary` and `boundary` + 1, in either direction.
+        """Return shapes and dtypes of a message between stages `boundary` and `boundary` + 1, in either direction.
 
-        Raises ConfigError for a micro-batch with a decoder side if no stage is known to send one.
+        Raises ConfigError for a micro-batch with a decoder side if `first_decoder_stage` is None.
         """
         if micro_batch.decoder_len and self.first_decoder_stage is None:
             raise ConfigError(
@@ -441,12 +441,11 @@ _EXPERTS = "expert all-to-all"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCollectives:
-    """Names of the collectives that each rank issues with those of the other replicas that hold the same stages.
+    """Names of the collectives that a rank issues together with the ranks that hold the same stages in other replicas.
 
-    Each Forward, Backward and BackwardInput issues `inside` (gathers of sharded weights, expert parallelism over data
-    ranks). Each Backward and BackwardWeight issues `with_gradients` (gradients that are scattered as they come). Each
-    rank issues `at_end` once a step. The default is gradients that are reduced once: DDP, and ZeRO stage 1. `ep`
-    neighbouring data parallel ranks share experts.
+    `inside`: issued by each F, B and I (gathers of sharded weights, all-to-all of experts). `with_gradients`: by each B
+    and W (gradients scattered as they come). `at_end`: once per step. `ep`: number of neighbouring data parallel ranks
+    that share experts. The defaults reduce gradients once per step: DDP, or ZeRO stage 1.
     """
 
     inside: tuple[str, ...] = ()
@@ -457,8 +456,8 @@ class ReplicaCollectives:
 
     @classmethod
     def of_zero(cls, zero_stage: int, *, ep: int = 1) -> ReplicaCollectives:
-        """Return the collectives of ZeRO: from stage 2 on it scatters gradients as they come, stage 3 also gathers
-        weights (Rajbhandari et al. 2020, sec. 5). `ep` replicas that share experts exchange tokens.
+        """Return the collectives of a ZeRO stage: from 2 on gradients are scattered as they come, at 3 weights are
+        gathered (Rajbhandari et al. 2020, sec. 5). If `ep` data parallel ranks share experts, they exchange tokens.
 
         >>> ReplicaCollectives.of_zero(3).inside, ReplicaCollectives.of_zero(1) == ReplicaCollectives()
         (('weight gather',), True)
@@ -470,8 +469,8 @@ class ReplicaCollectives:
         )
 
     def at_width(self, width: int) -> ReplicaCollectives:
-        """Return the collectives at a context-parallel degree: ranks of one group share a program, so experts that they
-        share involve no other replica.
+        """Return the collectives at context-parallel degree `width`. Ranks of one group run one program, so experts
+        that only they share involve no other replica.
 
         >>> [ReplicaCollectives.of_zero(1, ep=4).at_width(width).inside for width in (2, 4)]
         [('expert all-to-all',), ()]
@@ -482,7 +481,7 @@ class ReplicaCollectives:
 
     @property
     def of_micro_batches(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The collectives that follow the order of micro-batches, so that replicas must agree on it."""
+        """`inside` and `with_gradients`, which follow the order of micro-batches: all replicas must share it."""
         return self.inside, self.with_gradients
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Topologies whose embedding and head are split over pipeline ranks, in chains of stages."""
+"""Topologies whose embedding and output head are split over pipeline ranks, in chains of stages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dynapipe_ext.errors import ConfigError
 
 
 def split_vocabulary(topology: Topology, vocabulary: Vocabulary) -> Topology:
-    """Split the vocabulary of a topology over all pipeline ranks: a chain of heads continues the last stage, and for
-    "both" a chain of embeddings ends in the first. Chains go down or up the ranks, between neighbours if the layers end
-    on the first or the last rank.
+    """Return the topology with its vocabulary split over all pipeline ranks. The output head is on a chain of stages:
+    the last one, then new ones on the other ranks. For "both" a chain of new embedding stages ends in the first stage.
+    A chain goes up or down the ranks, between neighbours if the layers end on the first or the last rank.
 
-    Raises ConfigError for one pipeline rank, and for a topology whose vocabulary is split.
+    Raises ConfigError for one pipeline rank, and for a topology whose vocabulary is split already.
 
     >>> split_vocabulary(Topology(pp=3), "head").placement
     (0, 1, 2, 1, 0)
@@ -33,7 +33,7 @@ def split_vocabulary(topology: Topology, vocabulary: Vocabulary) -> Topology:
 
 
 def gather_vocabulary(topology: Topology) -> Topology:
-    """Return only the stages of layers, with embedding and head unsplit: the inverse of `split_vocabulary`.
+    """Return only the stages with layers, embedding and output head unsplit: the inverse of `split_vocabulary`.
 
     >>> gather_vocabulary(split_vocabulary(Topology(pp=3), "both"))
     Topology(tp=1, pp=3, dp=1, layers_per_stage=(), placement=(), width=1, vocabulary='whole')
@@ -45,7 +45,7 @@ def gather_vocabulary(topology: Topology) -> Topology:
 
 
 def require_whole_vocabulary(topology: Topology, who: str) -> None:
-    """Raise ConfigError for a vocabulary that is split over pipeline ranks."""
+    """Raise ConfigError, with `who` as its subject, if the vocabulary is split over pipeline ranks."""
     if topology.vocabulary != "whole":
         raise ConfigError(
             f"vocabulary {topology.vocabulary!r} is split over pipeline ranks, which {who} does not support: use"
