@@ -50,12 +50,11 @@ class Case:
 
 TRANSFORMERS = ("--backend", "transformers")
 CASES = [
-    Case("dpo", write_preferences, ("--pp", "2", "--vocabulary-parallel", "head")),
-    Case("dpo", write_chat_preferences, ("--tp", "2", "--dp", "2")),
+    Case("dpo", write_preferences, ("--tp", "2", "--pp", "2", "--vocabulary-parallel", "head")),
     Case("dpo", write_chat_preferences, ("--pp", "2", "--placement", "v"), (*TRANSFORMERS, "--layout", "padded")),
     Case(
         "ipo",
-        write_preferences,
+        write_chat_preferences,
         ("--pp", "2", "--dp", "2", "--context-parallel", "2", "--placement", "v", "--split-backward"),
     ),
     Case("orpo", write_chat_preferences, ("--dp", "2", "--context-parallel", "2"), TRANSFORMERS),

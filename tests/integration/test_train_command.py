@@ -305,10 +305,19 @@ def test_torchrun_trains_as_the_launcher_does(
     preloaded: Preloaded, train: Train, four_layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks take the placement that the first has settled. With the embedded server; the losses are bit for bit
-    those of `dynapipe train` through the user's own server over TCP."""
+    those of `dynapipe train` through the user's own server over TCP. The first rank is executed, no fork of a process
+    in which all is imported: it imports what it trains with."""
     text = four_layers.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "embedded"}"')
     (tmp_path / "auto.toml").write_text(text.replace("[topology]", '[topology]\nplacement = "auto"'))
-    done = torchrun(shlex.split(preloaded.interpreter), 2, tmp_path / "auto.toml")
+    python = tmp_path / "python"  # torchrun begins with -u
+    first, other = (f'exec {words} "$@"' for words in (sys.executable, preloaded.interpreter))
+    python.write_text(f'#!/bin/sh\nshift\n[ "$LOCAL_RANK" = 0 ] && touch "$0-ran" && {first}\n{other}\n')
+    python.chmod(0o700)
+    words = [*shlex.split(preloaded.interpreter), "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc-per-node", "2", "-m", "dynapipe_ext.launch.rank", "--config", str(tmp_path / "auto.toml")]
+    monkeypatch.setenv("PYTHON_EXEC", str(python))
+    done = run(words)
+    assert (tmp_path / "python-ran").exists()
     said = "ranks: 2 (TP1 x PP2 x DP1)"
     assert [line for line in done.stderr.splitlines() if line.startswith("ranks: ")] == [said]  # rank 0's alone
     tried = [line.split()[0] for line in done.stderr.splitlines() if re.match(r"\W*(v|linear|interleaved)\b", line)]
@@ -325,16 +334,3 @@ def test_torchrun_trains_as_the_launcher_does(
         launched = train("--store", f"redis://127.0.0.1:{port}", config=tmp_path / "auto.toml")
     assert TrainConfig.read(tmp_path / "run" / "config.toml").topology == taken
     assert report["losses"] == launched["losses"]
-
-
-def test_a_rank_that_torchrun_executes_imports_what_it_trains_with(four_layers: str, tmp_path: Path) -> None:
-    """One that is no fork of a process in which all is imported."""
-    text = four_layers.replace("steps = 2", f'steps = 1\nrun_dir = "{tmp_path / "run"}"').replace("pp = 2", "pp = 1")
-    (tmp_path / "one.toml").write_text(text)
-    torchrun([sys.executable], 1, tmp_path / "one.toml")
-    assert [math.isfinite(loss) for loss in report_of(tmp_path / "run")["losses"]] == [True]
-
-
-def torchrun(python: list[str], num_ranks: int, config: Path) -> subprocess.CompletedProcess[str]:
-    words = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return run([*words, "-m", "dynapipe_ext.launch.rank", "--config", str(config)])
