@@ -6,13 +6,10 @@ is the order of sums alone.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -38,8 +35,6 @@ from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, unwrapped
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.settings.train_config import TrainConfig
-from tests.support.given_costs import write_costs
 from tests.support.limits import LIMIT_S
 from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import (
@@ -55,10 +50,8 @@ from tests.support.megatron_ranks import (
     tensors_of,
     worst_error,
 )
-from tests.support.pieces import SETTINGS, cut_sample, hand_made, pieced_replicas, random_legal_schedule
-from tests.support.preloaded import Preloaded
+from tests.support.pieces import cut_sample, hand_made, pieced_replicas, random_legal_schedule
 from tests.support.rank_jobs import forget_models
-from tests.support.trace_files import read_trace_file
 
 SAMPLES = samples_of(0)[:8]
 ONE = Topology()
@@ -359,37 +352,3 @@ def test_pieces_hold_what_is_predicted_of_unfused_layers(alone, recompute, num_p
 def test_a_first_stage_that_is_recomputed_holds_keys_and_values_alone(alone):
     for held in alone.held["stage"]:
         assert held[len(held) // 2 - 1] == KEYS_BYTES  # after all forwards
-
-
-def test_a_run_in_pieces_has_the_losses_of_one_with_whole_samples(preloaded: Preloaded, tmp_path: Path) -> None:
-    """`dynapipe train --pieces N`: planned, proven and run on four ranks, a long text every tenth among short ones."""
-    texts = [f"{i} long and short " * (100 if i % 10 == 3 else 1 + i % 6) for i in range(80)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (tmp_path / "settings.toml").write_text(SETTINGS)
-    config = TrainConfig.read(tmp_path / "settings.toml")
-    write_costs(config, 258, tmp_path / "costs.json")
-    given = ["--config", "settings.toml", "--costs", "costs.json"]
-    found, counts = [], []
-    for pieces in ("off", "400"):
-        preloaded.train(*given, "--run-dir", pieces, "--pieces", pieces, cwd=tmp_path)
-        events = [json.loads(line) for line in (tmp_path / pieces / "events.jsonl").read_text().splitlines()]
-        steps = [event for event in events if "grad_norm" in event]
-        found.append([(step["loss"], step["grad_norm"]) for step in steps])
-        counts.append(min(sum(step["num_micro_batches"]) for step in steps))
-    assert len(found[0]) == 2
-    assert np.allclose(found[0], found[1], rtol=1e-6, atol=0)
-    assert counts[1] > 2 * counts[0]
-    _check_traces(tmp_path)
-
-
-def _check_traces(run_dirs: Path) -> None:
-    """Measured and simulated actions name the same pieces; whole samples have none."""
-    whole, cut = (read_trace_file(run_dirs / name / "trace.json") for name in ("off", "400"))
-    assert not any(span.piece for trace in (*whole.measured, *whole.simulated) for span in trace.spans)
-    for measured, simulated in zip(cut.measured, cut.simulated, strict=True):
-        named = [{(span.rank, span.label): span.piece for span in trace.spans} for trace in (measured, simulated)]
-        assert named[0] == named[1]
-        pieces = sorted({piece for piece in named[1].values() if piece}, key=lambda piece: (piece.sample, piece.number))
-        assert pieces
-        for earlier, later in pairwise(pieces):
-            assert later.start == (0 if later.number == 1 else earlier.end)

@@ -22,34 +22,6 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.evaluation.simulate import compute_makespan_ns
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 
-# Of a run on four ranks, for `dynapipe train`.
-SETTINGS = """
-[run]
-steps = 2
-[topology]
-tp = 1
-pp = 2
-dp = 2
-[model]
-num_layers = 4
-hidden_size = 32
-num_heads = 4
-num_query_groups = 2
-ffn_hidden_size = 64
-max_seq_len = 2048
-[data]
-path = "texts.jsonl"
-tokenizer = "bytes"
-tokens_per_batch = 4000
-num_workers = 0
-[plan]
-max_tokens = 2048
-split_backward = true
-[job]
-strict = true
-timeout_s = 480
-"""
-
 
 def cut_sample(sample: TokenSample, borders: Sequence[int]) -> list[SampleLength]:
     """The pieces of a sample between inner borders."""
