@@ -104,22 +104,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_head_in_slices_is_measured_and_keeps_no_logits(config: str, tmp_path: Path, one_repeat: None) -> None:
-    few = ["--min-len", "64", "--max-tokens", "2048", "--max-shapes", "4", "--held-out", "2", "--recompute", "full"]
-    out = tmp_path / "costs.json"
-    assert main(["profile", "--config", config, "--out", str(out), *few]) == 0
-    table = CostTable.read(out)
-    assert table.facts.slices_head
-    assert table.provenance["held_out_error"]["head in slices"]["stored_bytes"] < 0.03
-    rows = tuple(SampleLength(i, 64) for i in range(32))
-    whole, sliced = (table.evaluate([MicroBatch(rows, recompute=kind)]) for kind in ("full", "head+full"))  # type: ignore[arg-type]
-    logits_bytes = 4 * 256 * 32 * 64  # of the padded vocabulary
-    assert whole.stored_bytes[-1, 0] - sliced.stored_bytes[-1, 0] >= 7 / 8 * logits_bytes
-    peaks = [(costs.stored_bytes + costs.working_bytes)[-1, 0] for costs in (sliced, whole)]
-    assert peaks == sorted(peaks)
-    assert sliced.weight_ns[-1, 0] <= whole.weight_ns[-1, 0]
-
-
 def test_a_model_is_measured_and_its_table_plans(measured: Path) -> None:
     out = measured / "costs.json"
     table = CostTable.read(out)
@@ -215,20 +199,29 @@ def test_widths_are_measured_by_real_ranks_and_priced_by_what_these_took(
 
 
 @pytest.mark.usefixtures("one_repeat")
-def test_a_model_of_a_family_is_measured_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_a_family_is_measured_as_it_is_with_a_head_in_slices_that_keeps_no_logits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Qwen3 has norms of queries and keys and heads of their own size, which the settings of a run cannot say."""
     config, out = tmp_path / "config.json", tmp_path / "costs.json"
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"head_dim": 32, "intermediate_size": 48, "vocab_size": 200, "max_position_embeddings": 64}
     config.write_text(json.dumps({"model_type": "qwen3", **sizes}))
-    few = ["--min-len", "32", "--max-len", "32", "--max-tokens", "64", "--recompute", "full", "--held-out", "1"]
-    few += ["--max-shapes", "1"]
+    few = ["--min-len", "64", "--max-tokens", "2048", "--max-shapes", "1", "--held-out", "2", "--recompute", "full"]
     assert main(["profile", "--model", str(config), "--out", str(out), *few]) == 0
     assert "--max-shapes is 1 but a table needs 3 at least: as many are measured\n" in capsys.readouterr().err
     table = CostTable.read(out)
     attention = 32 * (64 + 2 * 32) + 64 * 32 + 2 * 32
     assert table.parameter_bytes["encoder"] == 4 * (attention + 3 * 32 * 48 + 2 * 32)
-    table.evaluate([MicroBatch((SampleLength(0, 32),), recompute="full")])
+    assert table.facts.slices_head
+    assert table.provenance["held_out_error"]["head in slices"]["stored_bytes"] < 0.03
+    rows = tuple(SampleLength(i, 64) for i in range(32))
+    whole, sliced = (table.evaluate([MicroBatch(rows, recompute=kind)]) for kind in ("full", "head+full"))  # type: ignore[arg-type]
+    logits_bytes = 4 * 256 * 32 * 64  # of the padded vocabulary
+    assert whole.stored_bytes[-1, 0] - sliced.stored_bytes[-1, 0] >= 7 / 8 * logits_bytes
+    peaks = [(costs.stored_bytes + costs.working_bytes)[-1, 0] for costs in (sliced, whole)]
+    assert peaks == sorted(peaks)
+    assert sliced.weight_ns[-1, 0] <= whole.weight_ns[-1, 0]
 
 
 @pytest.fixture(scope="module")
