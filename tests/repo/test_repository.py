@@ -123,7 +123,7 @@ TESTED_COMMANDS = {
         "::test_losses_are_those_of_a_plain_loop_and_the_saved_model_is_the_trained_one"
     ),
     "dynapipe train --pieces auto": (
-        "tests/integration/test_pieces.py::test_a_run_in_pieces_has_the_losses_of_one_with_whole_samples"
+        "tests/integration/test_train_width.py::test_a_run_in_pieces_has_the_losses_of_one_with_whole_samples"
     ),
     "torchrun $TORCHRUN_ARGUMENTS -m dynapipe_ext.megatron pretrain_gpt.py $ARGUMENTS [--dynapipe-…]": (
         "tests/loops/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"
