@@ -22,7 +22,7 @@ from dynapipe_ext.batch.micro_batches import (
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.codec import from_json
 from dynapipe_ext.costs.grid import Grid
-from dynapipe_ext.costs.layers import SLICED_HEAD, LayerKind
+from dynapipe_ext.costs.layers import COLUMNS, SLICED_HEAD, WEIGHT, LayerKind
 from dynapipe_ext.costs.measured_blocks import BlockTimes
 from dynapipe_ext.costs.measuring_time import TimedDevice
 from dynapipe_ext.costs.packed_rows import PackedLayer
@@ -51,13 +51,6 @@ MeasuredKind = tuple[ModelPart, Recompute]
 _LEAST_SHAPES, _FEWEST = 8, 3
 _SIZES = ("rows", "length", "decoder_len")  # of a shape, as it is written
 _LAYER_KINDS: Mapping[ModelPart, LayerKind] = {"layer": "encoder", "encoder": "encoder", "decoder": "decoder"}
-_COLUMNS = {  # of a table: what they are of, and its unit
-    "forward_ms": ("forward_s", 1e3),
-    "backward_ms": ("backward_s", 1e3),
-    "stored_mb": ("stored_bytes", 1e-6),
-    "peak_mb": ("peak_bytes", 1e-6),
-    "weight_ms": ("weight_s", 1e3),
-}
 _MOST = (1e6,) * 4 + (1e18,) * 2  # of every quantity
 _HEAD: MeasuredKind = ("head", "none")
 _SLICED: MeasuredKind = ("head", "head")
@@ -338,17 +331,24 @@ def choose_and_measure(
 
     Raises DataError if hardly anything fits on the device, or there is no time for the longest row.
     """
-    _measure_first(profile, measure, within, go_on)
     while True:
-        errors, known = profile.find_errors(within), profile.list_shapes()
-        done = len(errors) >= _LEAST_SHAPES and float(np.mean(list(errors.values()))) <= error_target
-        if not go_on(profile) or done or len(known) >= most_shapes:
+        enough = len(profile.list_fitting(within)) >= _FEWEST
+        for shape in _list_next(profile, within, error_target=error_target, most_shapes=most_shapes):
+            if shape == within.longest_row:
+                _approach_longest_row(profile, measure, within)
+            if _is_in_time(shape, measure, within):
+                break
+        else:
             break
-        ranked = rank_shapes(errors, [s for s in within.list_candidates() if s not in known])
-        chosen = next((s for s in ranked if _is_in_time(s, measure, within)), None)
-        if chosen is None:
+        profile.visit(shape, measure, within.kinds)
+        if not go_on(profile) and enough:
             break
-        profile.visit(chosen, measure, within.kinds)
+    if not enough:
+        raise DataError(
+            f"{len(profile.list_fitting(within))} shapes of {within.min_len} to {within.max_len} positions and at most"
+            f" {within.max_tokens} tokens fit on this device, but a table needs {_FEWEST}: give other lengths, fewer"
+            " tokens or a higher --max-seconds"
+        )
     for part, recompute in within.layer_kinds:
         rows = [(m, measure(part, m, bytes_only=True)) for m in within.list_packed_rows(recompute)]
         if len(fitting := [(m, (one.stored_bytes, one.peak_bytes)) for m, one in rows if one]) >= _FEWEST:
@@ -359,30 +359,19 @@ def choose_and_measure(
             profile.visit(shape, measure, [_SLICED])
 
 
-def _measure_first(
-    profile: Profile, measure: TimedDevice, within: ProfileRange, go_on: Callable[[Profile], bool]
-) -> None:
-    """Measure the first shapes, and further ones until enough for a table fit. Raises as `choose_and_measure` does."""
-    first = within.list_first()
-    for index, shape in enumerate(first + sorted(within.list_candidates(), key=_get_size)):
-        enough = len(profile.list_fitting(within)) >= _FEWEST
-        if enough and index >= len(first):
-            break
-        if shape in profile.list_shapes():
-            continue
-        if shape == within.longest_row:
-            _approach_longest_row(profile, measure, within)
-        elif not _is_in_time(shape, measure, within):
-            continue
-        profile.visit(shape, measure, within.kinds)
-        if not go_on(profile) and enough:
-            break
-    if (num_fitting := len(profile.list_fitting(within))) < _FEWEST:
-        raise DataError(
-            f"{num_fitting} shapes of {within.min_len} to {within.max_len} positions and at most {within.max_tokens}"
-            f" tokens fit on this device, but a table needs {_FEWEST}: give other lengths, fewer tokens or a higher"
-            " --max-seconds"
-        )
+def _list_next(
+    profile: Profile, within: ProfileRange, *, error_target: float, most_shapes: int
+) -> Iterator[MeasuredShape]:
+    """Yield shapes to measure, the most wanted one first; none if the table will be good enough."""
+    known = profile.list_shapes()
+    yield from (shape for shape in within.list_first() if shape not in known)
+    unknown = [shape for shape in within.list_candidates() if shape not in known]
+    if len(profile.list_fitting(within)) < _FEWEST:
+        yield from sorted(unknown, key=_get_size)
+    elif len(known) < most_shapes:
+        errors = profile.find_errors(within)
+        if len(errors) < _LEAST_SHAPES or float(np.mean(list(errors.values()))) > error_target:
+            yield from rank_shapes(errors, unknown)
 
 
 def _approach_longest_row(profile: Profile, measure: TimedDevice, within: ProfileRange) -> None:
@@ -430,12 +419,16 @@ def make_cost_table(
     for kind, samples in profile.pieces.items():
         cut = [one.with_table_bytes(grids[kind, "encoder"], profile.packed.get((kind, "encoder"))) for one in samples]
         surcharges[kind] = PieceSurcharge.fit(cut, kept_values, value_bytes)
+    # Of an encoder position: its final RMSNorm keeps the input and the normalised values (those of 16-bit inputs in
+    # fp32), and stages keep its output for all decoder layers. A decoder-only model's norm is measured with its head.
+    widths: dict[LayerKind, int] = {"encoder": 2 * 4, "decoder": value_bytes} if a.num_decoder_layers else {}
+    once_bytes = {kind: width * a.hidden_size / within.multiple for kind, width in widths.items()}
     weight, gradient, optimizer = BYTES_PER_PARAMETER["megatron" if value_bytes == 2 else "fp32"]
     states = [(weight + gradient) / value_bytes, optimizer / value_bytes]
     return CostTable(
         grids=grids,
         parameter_bytes={name: float(count * value_bytes) for name, count in count_named_parameters(a, tp).items()},
-        once_bytes=count_once_bytes(a, value_bytes, shards=within.multiple),
+        once_bytes=once_bytes,
         hidden_size=a.hidden_size,
         num_layers=a.num_layers,
         num_decoder_layers=a.num_decoder_layers,
@@ -465,17 +458,6 @@ def count_named_parameters(a: Architecture, tp: int) -> dict[str, int]:
     return counts | ({"encoder_norm": norm, "position_biases": biases} if is_pair else {})
 
 
-def count_once_bytes(a: Architecture, value_bytes: int, *, shards: int) -> dict[LayerKind, float]:
-    """Count the bytes of each encoder position on one of the `shards` ranks that share a sequence.
-
-    The encoder's final RMSNorm keeps its input and the normalised values (those of 16-bit inputs in fp32). Its output
-    is kept for all decoder layers of a stage. A decoder-only model's final norm is measured with its head.
-    """
-    if not a.num_decoder_layers:
-        return {}
-    return {"encoder": 2 * 4 * a.hidden_size / shards, "decoder": value_bytes * a.hidden_size / shards}
-
-
 _Columns = dict[str, dict[MeasuredShape, float]]  # of a grid, by name, at all its shapes that fit
 
 
@@ -485,8 +467,9 @@ def _collect_columns(profile: Profile, kind: MeasuredKind, within: ProfileRange)
     shapes = dict.fromkeys(reduce_shape(kind[0], s) for s in within.list_grid(_PER_DOUBLING, _PER_DOUBLING))
     fits = [s for s in shapes if not any(_is_within(m, s) for m in missing)]
     columns = {}
-    for column, (name, unit) in _COLUMNS.items():
-        noise = EXACT if name.endswith("bytes") else NOISE
+    for column in (*COLUMNS, WEIGHT):
+        unit, noise = (1e3, NOISE) if column.endswith("_ms") else (1e-6, EXACT)
+        name = column.replace("_ms", "_s").replace("_mb", "_bytes")
         surface = fit_surface({s: float(getattr(m, name)) for s, m in measured.items()}, kind[0], noise=noise)
         values = surface(np.array(fits, np.float64)).tolist()
         columns[column] = {s: round(value * unit, 6) for s, value in zip(fits, values, strict=True)}
