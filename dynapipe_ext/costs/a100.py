@@ -27,24 +27,22 @@ def find_hidden_size(model: str) -> int:
     return A100_HIDDEN_SIZE[model]
 
 
-def read_rows(path: Path, tp: int) -> list[dict[str, str]]:
-    """Read the rows of a file that were measured at a tensor-parallel degree."""
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        chosen = [row for row in rows if int(row["tp"]) == tp]
-        if not chosen:
-            raise ConfigError(f"{path} was measured at tp {sorted({int(row['tp']) for row in rows})}, not at {tp}")
-    except (OSError, KeyError, ValueError) as error:
-        raise DataError(f"cost file {path} cannot be read: {type(error).__name__} {error}") from error
-    return chosen
-
-
-def read_layers(
-    directory: Path, model: str, tp: int, hidden_size: int
-) -> tuple[Mapping[tuple[Recompute, LayerKind], Grid], Mapping[str, float]]:
-    """Read grids and parameter bytes of a model's layers as measured, and derive those of halves by their share."""
-    grids, parameter_bytes = read_grids(directory, model, tp), read_parameter_bytes(directory, model, tp)
+def read_layers(directory: Path, model: str, tp: int, hidden_size: int) -> tuple[Grids, Mapping[str, float]]:
+    """Read grids and the largest parameter bytes of a model's layers as measured, and derive those of halves by their
+    share."""
+    points: dict[tuple[Recompute, LayerKind], dict[str, dict[tuple[int, ...], float]]] = {}
+    for suffix, column, value, unit in (("time_ms", "pass", "ms", "_ms"), ("activation_mb", "kind", "mb", "_mb")):
+        for row in _read_rows(directory / f"{model}_{suffix}.csv", tp):
+            recompute, layer, name = row["recompute"], row["layer"], row[column] + unit
+            if recompute not in RECOMPUTES or layer not in KINDS or name not in COLUMNS:
+                raise DataError(f"{model}_{suffix}.csv has recompute {recompute!r}, layer {layer!r}, column {name!r}")
+            axes = ["micro_batch_size", "encoder_len", *(["decoder_len"] if layer == "decoder" else [])]
+            table = points.setdefault((recompute, layer), {}).setdefault(name, {})
+            table[tuple(int(row[axis]) for axis in axes)] = float(row[value])
+    grids = {key: Grid.from_points(columns) for key, columns in points.items()}
+    parameter_bytes: dict[str, float] = {}
+    for row in _read_rows(directory / f"{model}_parameters_mb.csv", tp):
+        parameter_bytes[row["layer"]] = max(parameter_bytes.get(row["layer"], 0.0), float(row["mb"]) * 1e6)
     if any(kind == "decoder" for _, kind in grids):  # layers of pairs stay whole
         return grids, parameter_bytes
     # Of 12 h^2 weights 4 are attention's.
@@ -52,26 +50,16 @@ def read_layers(
     return grids | halve_grids(grids, hidden_size), parameter_bytes | sizes
 
 
-def read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, LayerKind], Grid]:
-    """Read the grids of a model, by recomputation mode and kind of layer."""
-    points: dict[tuple[Recompute, LayerKind], dict[str, dict[tuple[int, ...], float]]] = {}
-    for suffix, column, value, unit in (("time_ms", "pass", "ms", "_ms"), ("activation_mb", "kind", "mb", "_mb")):
-        for row in read_rows(directory / f"{model}_{suffix}.csv", tp):
-            recompute, layer, name = row["recompute"], row["layer"], row[column] + unit
-            if recompute not in RECOMPUTES or layer not in KINDS or name not in COLUMNS:
-                raise DataError(f"{model}_{suffix}.csv has recompute {recompute!r}, layer {layer!r}, column {name!r}")
-            axes = ["micro_batch_size", "encoder_len", *(["decoder_len"] if layer == "decoder" else [])]
-            table = points.setdefault((recompute, layer), {}).setdefault(name, {})
-            table[tuple(int(row[axis]) for axis in axes)] = float(row[value])
-    return {key: Grid.from_points(columns) for key, columns in points.items()}
-
-
-def read_parameter_bytes(directory: Path, model: str, tp: int) -> dict[str, float]:
-    """Read the largest measured parameter bytes of a layer, by kind."""
-    largest: dict[str, float] = {}
-    for row in read_rows(directory / f"{model}_parameters_mb.csv", tp):
-        largest[row["layer"]] = max(largest.get(row["layer"], 0.0), float(row["mb"]) * 1e6)
-    return largest
+def _read_rows(path: Path, tp: int) -> list[dict[str, str]]:
+    """Read the rows of a file that were measured at a tensor-parallel degree."""
+    try:
+        with path.open(newline="") as file:
+            rows = [(int(row["tp"]), row) for row in csv.DictReader(file)]
+    except (OSError, KeyError, ValueError) as error:
+        raise DataError(f"cost file {path} cannot be read: {type(error).__name__} {error}") from error
+    if chosen := [row for degree, row in rows if degree == tp]:
+        return chosen
+    raise ConfigError(f"{path} was measured at tp {sorted({degree for degree, _ in rows})}, not at {tp}")
 
 
 def halve_grids(grids: Grids, hidden_size: int) -> dict[tuple[Recompute, LayerKind], Grid]:
@@ -82,14 +70,11 @@ def halve_grids(grids: Grids, hidden_size: int) -> dict[tuple[Recompute, LayerKi
     recomputation leaves out scores (5 n L). Recomputed in full, each half stores what the layer does, its input.
     """
     halves: dict[tuple[Recompute, LayerKind], Grid] = {}
-    for (recompute, kind), grid in grids.items():
-        if kind != "encoder":
-            continue
+    for (recompute, _), grid in [item for item in grids.items() if item[0][1] == "encoder"]:
         length = np.array([point[1] for point in itertools.product(*grid.axes)])
         attention = (8 * hidden_size + 4 * length) / (24 * hidden_size + 4 * length)
         scores = 5 / _HEAD_SIZE if recompute == "none" else 0.0
-        of_halves = (attention, (13.0, scores)), (1 - attention, (21.0, 0.0))
-        for name, (work, stored) in zip(HALVES, of_halves, strict=True):
+        for name, work, stored in zip(HALVES, (attention, 1 - attention), ((13.0, scores), (21.0, 0.0)), strict=True):
             shares = np.stack([work if column.endswith("_ms") else np.ones_like(work) for column in grid.columns])
             of_bytes = None if recompute == "full" else (*stored, 34.0, scores)
             halves[recompute, name] = replace(grid, values=shares * grid.values, share_of_bytes=of_bytes)

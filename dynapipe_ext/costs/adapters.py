@@ -41,10 +41,9 @@ def price_adapters(
     r (inputs + outputs) products per token, is not counted: about a hundredth.
     """
     require_whole_vocabulary(topology, "a model with adapters")
-    layers = _count_layers(architecture, topology)
-    trained = layers * lora.num_weights_a_block
+    layers, described = _count_layers(architecture, topology), lora.described or ()
     static = state_bytes(
-        trained,
+        layers * lora.num_weights_a_block,
         recipe,
         zero_stage=zero_stage,
         dp=topology.dp,
@@ -53,10 +52,8 @@ def price_adapters(
         offload=base.facts.offload,
         num_moments=num_moments,
     ).total
-    value_bytes, _, _ = BYTES_PER_PARAMETER[recipe]
-    inputs = sum(layer.num_inputs for layer in lora.described or ())
-    kept_bytes = value_bytes * (lora.r * len(lora.described or ()) + (2 * inputs if lora.lora_dropout else 0))
-    token_bytes = layers * (0 if base.facts.measured_adapters else kept_bytes)
+    kept = lora.r * len(described) + (2 * sum(layer.num_inputs for layer in described) if lora.lora_dropout else 0)
+    token_bytes = layers * BYTES_PER_PARAMETER[recipe][0] * (0 if base.facts.measured_adapters else kept)
     frozen = FrozenWeights(
         _find_trained_shares(lora, architecture, topology),
         static_bytes=tuple(static.tolist()),

@@ -14,7 +14,6 @@ from dynapipe_ext.costs.adjustments import (
     LETTERS,
     OF_KIND,
     FittedTimes,
-    StageCorrections,
     TimeCorrection,
     adjust,
     correct_times,
@@ -22,7 +21,7 @@ from dynapipe_ext.costs.adjustments import (
     make_correction_terms,
 )
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.reproducible import non_negative_least_squares, product
+from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
 
 _ENOUGH = 8  # actions of one kind of recomputation for a correction of their own
 _WORTH_MORE_TERMS = 0.5  # of the error with only a factor: more terms than are needed follow noise
@@ -57,13 +56,13 @@ def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> CostModel:
             alike[action.stage, action.letter].append(action)
             if of_kind := OF_KIND.get((action.letter, action.recompute)):
                 alike[action.stage, of_kind].append(action)
-    fits = {key: _fit(same) for key, same in alike.items() if key[1] in LETTERS or len(same) >= _ENOUGH}
     earlier = find_fitted_times(costs)
-    before: Sequence[StageCorrections] = earlier.corrections if earlier else ({},) * costs.num_stages
-    corrections = tuple(
-        {**stage, **{name: fits[s, name] for name in CORRECTED if (s, name) in fits}} for s, stage in enumerate(before)
-    )
-    return adjust(costs, fitted=FittedTimes(corrections))
+    corrections = [dict(stage) for stage in earlier.corrections] if earlier else [{} for _ in range(costs.num_stages)]
+    for name in CORRECTED:
+        for stage, of_stage in enumerate(corrections):
+            if len(same := alike[stage, name]) >= (1 if name in LETTERS else _ENOUGH):
+                of_stage[name] = _fit(same)
+    return adjust(costs, fitted=FittedTimes(tuple(corrections)))
 
 
 def find_prediction_error(times: FittedTimes, actions: Sequence[MeasuredAction]) -> tuple[float, float]:
@@ -72,18 +71,20 @@ def find_prediction_error(times: FittedTimes, actions: Sequence[MeasuredAction])
     before_ns = sum(abs(action.predicted_ns - action.measured_ns) for action in actions)
     after_ns = 0.0
     for action in actions:
-        terms = make_correction_terms(np.array([action.base_ns]), np.array([action.tokens]), np.array([action.squares]))
         stage, kind = times.corrections[action.stage], np.array([action.recompute])
-        after_ns += abs(float(correct_times(stage, action.letter, terms, kind)[0]) - action.measured_ns)
+        fitted_ns = correct_times(stage, action.letter, _list_terms([action]), kind)
+        after_ns += abs(float(fitted_ns[0]) - action.measured_ns)
     return before_ns / measured_ns, after_ns / measured_ns
 
 
 def _fit(actions: Sequence[MeasuredAction]) -> TimeCorrection:
     """Fit with least relative errors: only a factor, unless overhead, tokens and squares explain much of the rest."""
-    columns = np.array([(a.base_ns, a.tokens, a.squares) for a in actions], np.int64).T
-    terms, measured = make_correction_terms(*columns), np.array([a.measured_ns for a in actions], np.float64)
+    terms, measured = _list_terms(actions), np.array([a.measured_ns for a in actions], np.float64)
     factor = np.append(non_negative_least_squares(terms[:, :1], measured), [0.0, 0.0, 0.0])
     full = non_negative_least_squares(terms, measured)
     errors = [float(np.abs(product(terms, fit) - measured).sum()) for fit in (factor, full)]
-    chosen = full if errors[1] < _WORTH_MORE_TERMS * errors[0] else factor
-    return TimeCorrection(*chosen.tolist())
+    return TimeCorrection(*(full if errors[1] < _WORTH_MORE_TERMS * errors[0] else factor).tolist())
+
+
+def _list_terms(actions: Sequence[MeasuredAction]) -> FloatArray:
+    return make_correction_terms(*np.array([(a.base_ns, a.tokens, a.squares) for a in actions], np.int64).T)
