@@ -80,9 +80,6 @@ class PairGrowth:
     def __call__(self, own: FloatArray | IntArray, before: FloatArray | IntArray) -> FloatArray:
         return product(_stack_columns(own, before), astuple(self))
 
-    def __mul__(self, factor: float) -> PairGrowth:
-        return PairGrowth(*(factor * coefficient for coefficient in astuple(self)))
-
 
 def _stack_columns(own: FloatArray | IntArray, before: FloatArray | IntArray) -> FloatArray:
     q, p = np.asarray(own, np.float64), np.asarray(before, np.float64)
@@ -126,10 +123,11 @@ class PieceSurcharge:
         more = of_last - SUM_BYTES * kept_values * before - of_document
         fitted = PairGrowth.fit(own, before, more - gradients * before, of_last)
         working_bytes = replace(fitted, before=fitted.before + gradients)
+        factor = max(1.0, float((more / working_bytes(own, before)).max()))
         return cls(
             forward_ns=forward_ns,
             backward_ns=backward_ns,
-            working_bytes=working_bytes * max(1.0, float((more / working_bytes(own, before)).max())),
+            working_bytes=PairGrowth(*(factor * coefficient for coefficient in astuple(working_bytes))),
             own_bytes=max(own_bytes),
         )
 

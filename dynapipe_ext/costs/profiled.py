@@ -11,14 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import (
-    HEAD_SLICE,
-    LAYER_RECOMPUTES,
-    MicroBatch,
-    Recompute,
-    SampleLength,
-    round_up,
-)
+from dynapipe_ext.batch.micro_batches import HEAD_SLICE, LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength, round_up
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.codec import from_json
 from dynapipe_ext.costs.grid import Grid
@@ -137,7 +130,7 @@ class ProfileRange:
         ends = list(itertools.product(*self.sides))
         few, many = [(1, *lengths) for lengths in ends], [(most // sum(n), *n) for n in (*ends, middle)]
         inner = (max(1, round((most / sum(middle)) ** 0.5)), *middle)
-        return sorted({*few, *many, inner}, key=_get_size)
+        return sorted(sorted({*few, *many, inner}), key=_count_tokens)
 
     @property
     def longest_row(self) -> MeasuredShape:
@@ -192,7 +185,7 @@ class ProfileRange:
         """Return as many shapes as a surface needs of a chunked head, unless there cannot be several slices."""
         shapes = reversed(self.list_grid(_PER_DOUBLING, _PER_DOUBLING))
         seen = {reduce_shape("head", s): s for s in shapes if s[0] * s[-1] > HEAD_SLICE}
-        return [seen[own] for own in _spread_over(sorted(seen, key=_get_size), _FEWEST)]
+        return [seen[own] for own in _spread_over(sorted(sorted(seen), key=_count_tokens), _FEWEST)]
 
     def draw_held_out(self, count: int, seed: int) -> list[MeasuredShape]:
         """Return random shapes within `max_tokens`, spread evenly over doublings."""
@@ -229,9 +222,8 @@ class Profile:
 
     def list_shapes(self) -> list[MeasuredShape]:
         """Return the full shapes that were visited, of which some parts see less."""
-        return sorted(
-            set().union(*(points for (part, _), points in self.points.items() if part in ("layer", "decoder")))
-        )
+        points = [points for (part, _), points in self.points.items() if part in ("layer", "decoder")]
+        return sorted(set().union(*points))
 
     def list_fitting(self, within: ProfileRange) -> list[MeasuredShape]:
         """Return the shapes that fit with the recomputation mode that keeps most, and in the head."""
@@ -367,7 +359,7 @@ def _list_next(
     yield from (shape for shape in within.list_first() if shape not in known)
     unknown = [shape for shape in within.list_candidates() if shape not in known]
     if len(profile.list_fitting(within)) < _FEWEST:
-        yield from sorted(unknown, key=_get_size)
+        yield from sorted(unknown, key=_count_tokens)
     elif len(known) < most_shapes:
         errors = profile.find_errors(within)
         if len(errors) < _LEAST_SHAPES or float(np.mean(list(errors.values()))) > error_target:
@@ -504,10 +496,6 @@ def _spread_over(shapes: Sequence[MeasuredShape], count: int) -> list[MeasuredSh
 def _count_tokens(shape: MeasuredShape) -> int:
     """Return the positions of all sides."""
     return shape[0] * sum(shape[1:])
-
-
-def _get_size(shape: MeasuredShape) -> tuple[int, MeasuredShape]:
-    return _count_tokens(shape), shape
 
 
 def _is_within(shape: MeasuredShape, other: MeasuredShape) -> bool:
