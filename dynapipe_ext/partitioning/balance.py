@@ -1,4 +1,4 @@
-"""Numbers into parts of even sums: micro-batches over replicas."""
+"""Assignment of numbers to groups of nearly equal sums: micro-batches to replicas, by their times."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _BOTH_WAYS = 128  # items up to which the largest differencing method is tried a
 def assign_replicas(
     costs_ns: Sequence[int], num_replicas: int, *, equal_counts: bool = False, seed: int = 0
 ) -> list[list[int]]:
-    """Return the indices of the micro-batches of each replica, in the given order within each.
+    """Return the indices of the micro-batches of each replica, ascending; `costs_ns` are their times.
 
     Longest processing time first (Graham 1969: at most 4/3 - 1/(3m) of the optimum), or the largest differencing method
     of Karmarkar and Karp (1982) if that is better. Then the most and the least loaded replica exchange micro-batches
-    while they come closer. Counts differ freely unless `equal_counts`; no replica is empty. The result is a function of
-    the arguments; `seed` rotates which replica gets the heaviest, for steps to take turns.
+    while that brings their loads closer. No replica is empty; with `equal_counts` all have equally many. The result is
+    a function of the arguments; `seed` rotates which replica gets the largest load, for steps to take turns.
 
-    Raises PlanError for fewer micro-batches than replicas, and a number that does not divide under `equal_counts`.
+    Raises PlanError for fewer micro-batches than replicas, a negative time, or counts that cannot be equal.
 
     >>> assign_replicas([7, 5, 4, 4, 3, 1], 2)
     [[0, 3, 5], [1, 2, 4]]
@@ -97,11 +97,11 @@ def _exchange(groups: list[list[int]], costs: Sequence[int], *, equal_counts: bo
 def karmarkar_karp(
     costs: Sequence[int], num_groups: int, starts: Sequence[Sequence[int]] | None = None
 ) -> list[list[int]]:
-    """Return indices in `num_groups` groups by the largest differencing method; none is empty given enough items.
+    """Return item indices in `num_groups` groups by the largest differencing method; none is empty if items are enough.
 
-    Partial partitions are merged, the two of largest spread first, the heaviest group of one with the lightest of the
-    other. The first ones hold the items of `starts`, the heaviest first, each in a group of its own (default: one item
-    each).
+    Each partial partition has `num_groups` groups. The two whose heaviest and lightest groups differ most are merged,
+    the heaviest group of one with the lightest of the other, until one is left. At first each has one item (default),
+    or the items of one of `starts`: at most `num_groups`, the heaviest first, each in a group of its own.
 
     >>> karmarkar_karp([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]

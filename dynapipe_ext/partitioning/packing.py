@@ -1,4 +1,4 @@
-"""Documents end to end in packed rows, balanced by what they cost."""
+"""Packed rows: samples end to end in one row, rows balanced by what their samples cost."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _MOST_DOCUMENTS = 1 << 18  # in the rows that say what documents cost: more take
 
 
 def make_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBatchEvaluate:
-    """Return a function that prices rows by a cost model (see `find_bottleneck` for what it counts)."""
+    """Return a function that prices rows: bottleneck ns, and bytes for `min_in_flight` rows (`find_bottleneck`)."""
     return lambda micro_batches: find_bottleneck(costs.evaluate(micro_batches), min_in_flight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPackingPolicy:
-    """Settings of packed rows: their maximum of positions, and those of the micro-batch."""
+    """Settings of packed rows: the maximum positions of a row, and the other fields of its `MicroBatch`."""
 
     max_tokens: int
     pad_multiple: int = 1
@@ -43,15 +43,15 @@ class RowPackingPolicy:
 
     @property
     def room(self) -> int:
-        """Positions that documents may fill so that the row, rounded up, has at most `max_tokens`."""
+        """Maximum positions that samples fill on a side of a row, so that rounding up stays within `max_tokens`."""
         return self.max_tokens // self.pad_multiple * self.pad_multiple
 
     def make_row(self, samples: Sequence[SampleLength]) -> MicroBatch:
-        """Make a packed micro-batch of samples, in the order of their indices."""
+        """Return a packed micro-batch of these samples, in the order of their indices."""
         return MicroBatch(sort_documents(samples), "packed", self.recompute, self.attention, self.pad_multiple)
 
     def check(self, samples: Sequence[SampleLength]) -> None:
-        """Raise PlanError, naming the sample, if one is longer than a row."""
+        """Raise PlanError, naming the sample, if a side of one is longer than a row."""
         for sample in samples:
             if max(sample.encoder, sample.decoder) > self.room:
                 raise PlanError(
@@ -62,13 +62,14 @@ class RowPackingPolicy:
 
 
 def sort_documents(documents: Sequence[SampleLength]) -> tuple[SampleLength, ...]:
-    """Return documents in the order of a row: by their index."""
+    """Return samples in the order in which a row holds them: by `index`, then by `start`."""
     return tuple(sorted(documents, key=attrgetter("index", "start")) if len(documents) > 1 else documents)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPackings:
-    """One batch as packed rows of any number under a rule, each number packed once, whatever it is judged by."""
+    """Packings of one batch into various numbers of rows under the policy `rule`, each made only once. `weights`: ns of
+    each sample (`compute_document_costs`). `sort_by_weight`: sample indices by falling weight."""
 
     samples: Sequence[SampleLength]
     rule: RowPackingPolicy
@@ -81,27 +82,27 @@ class RowPackings:
     def from_samples(
         cls, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowPackingPolicy
     ) -> RowPackings:
-        """Make packings of samples by their costs. Raises PlanError for one that is too long or has no price."""
+        """Return packings of samples under `rule`. Raises PlanError for a sample that is too long or has no price."""
         rule.check(samples)
         weights = compute_document_costs(samples, evaluate, rule)
         return cls(samples, rule, weights, sort_by_weight(samples, weights))
 
     @property
     def least(self) -> int:
-        """The minimum number of rows that the positions need."""
+        """Lower bound of the number of rows: positions of the longer side divided by `rule.room`, rounded up."""
         sides = sum(s.encoder for s in self.samples), sum(s.decoder for s in self.samples)
         return max(1, *(-(-positions // self.rule.room) for positions in sides))
 
     def with_count(self, count: int) -> tuple[MicroBatch, ...] | None:
-        """Return `count` rows, the same object each time; None if they are too tight."""
+        """Return the batch in `count` rows, the same tuple at every call; None if `pack` finds no such rows."""
         if count not in self._made:
             rows = pack(self.samples, self.weights, count, self.rule.room, self.sort_by_weight)
             self._made[count] = None if rows is None else tuple(map(self._make_row, rows))
         return self._made[count]
 
     def with_grades(self, step: float, dp: int, room: int) -> tuple[MicroBatch, ...] | None:
-        """Return rows of `list_graded_sizes`, the largest of about `room` positions, the same object each time; None if
-        documents do not go into such rows."""
+        """Return rows of graded loads (`list_graded_sizes`), the largest about `room` positions long; None if a sample
+        finds no row. The same tuple is returned at every call."""
         if (step, dp, room) not in self._made:
             tokens, whole = sum(s.tokens for s in self.samples), sum(self.weights)
             sizes = list_graded_sizes(whole, max(1, int(_FULL * whole * room / tokens)), step, dp)
@@ -112,7 +113,7 @@ class RowPackings:
         return self._made[step, dp, room]
 
     def list_graded_rooms(self) -> Iterator[int]:
-        """Yield positions of the largest graded row: a full row's, and halves of it that hold the longest sample."""
+        """Yield positions to try for the largest graded row: of a full row, halved while the longest sample fits."""
         longest = max(max(s.encoder, s.decoder) for s in self.samples)
         room = min(self.rule.room, sum(s.tokens for s in self.samples))
         while room >= longest:
@@ -138,16 +139,15 @@ class RowPackings:
         is_split: bool = False,
         tries: int = MOST_TRIES,
     ) -> list[tuple[MicroBatch, ...]]:
-        """Return packings of about `tries` numbers of rows, up to one row per sample, that may take least time.
+        """Return packings that may take the least time, of about `tries` numbers of rows, up to one row per sample.
 
-        An estimate is dp times sum(t) / dp + (pp - 1) x the least or the largest t, t being a row's bottleneck time.
-        Short rows fill and drain a pipeline if it has enough of them, its longest row if all are alike. Of split
-        backwards, W fills the waits: the sum may be all. Numbers that grow by half (twofold, for one try) are tried as
-        long as that may pay, then about `tries` between the neighbours of the best.
+        Two estimates judge a number of rows: sum(t) + dp (pp - 1) x the least or the largest t, t being a row's
+        bottleneck time. The least t counts if enough short rows fill and drain the pipeline, the largest if all rows
+        are alike. With `is_split`, W fills the waits, so the number of least sum(t) stays, too. Numbers that grow by
+        half (twofold for one try) are tried while that may pay, then about `tries` near the best.
 
-        Rows above `max_bytes`, or that `evaluate` cannot price, rule a number out. There are never fewer rows than
-        replicas, of which there are at most as many as samples; under `equal_counts` only multiples of `dp`. Raises
-        PlanError, naming a sample that is above the byte limit by itself.
+        A number is ruled out by rows above `max_bytes` or without a price. It is at least `dp`, at most the number of
+        samples, and under `equal_counts` a multiple of `dp`. Raises PlanError, for the largest number, if none is left.
         """
         most = len(self.samples) // dp * dp if equal_counts else len(self.samples)
         estimates: dict[int, tuple[int, int, int]] = {}
@@ -232,11 +232,11 @@ def _list_between(tried: Sequence[int], best: int, dp: int, most: int) -> list[i
 def compute_document_costs(
     samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowPackingPolicy
 ) -> list[int]:
-    """Return each sample's bottleneck time in ns, as a share of a full row of samples of its length. So a short one
-    does not bear the overhead of a micro-batch of its own.
+    """Return what each sample costs in ns: the bottleneck time of a full row of equal samples, divided by their number.
+    So a short sample does not bear the overhead of a micro-batch of its own.
 
-    If `evaluate` cannot price such rows, or those of all lengths hold more than 2^18 documents, the row is halved, down
-    to the longest sample.
+    If `evaluate` cannot price such rows, or those of all lengths hold over 2^18 samples, rows are halved, down to the
+    longest sample. Raises PlanError if that has no price either.
     """
     shapes = {(s.encoder, s.decoder, s.first): s for s in samples}
     longest = max(max(shape) for shape in shapes)
@@ -260,11 +260,11 @@ def compute_document_costs(
 
 
 def list_graded_sizes(whole: int, full: int, step: float, dp: int) -> list[int]:
-    """Return sizes of rows that hold at least `whole` together, the largest first.
+    """Return sizes of rows that hold at least `whole` together, the largest first; in the unit of `whole`, such as ns.
 
     A multiple of dp rows have size `full`. Each smaller size, about `step` times the one before, has two rows per
-    replica, for its ends. If these exceed `whole`, the largest are left out. A pipeline fills and drains fast if sizes
-    change slowly.
+    replica: one for each end of its order. If all smaller rows together exceed `whole`, their largest sizes are left
+    out. A pipeline fills and drains fast if sizes change slowly.
 
     >>> list_graded_sizes(100, 10, 0.8, 1)
     [10, 10, 10, 10, 8, 8, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1]
@@ -280,17 +280,17 @@ def list_graded_sizes(whole: int, full: int, step: float, dp: int) -> list[int]:
 
 
 def sort_by_weight(samples: Sequence[SampleLength], weights: Sequence[int]) -> list[int]:
-    """Return the samples' places by falling weight; of equals the longest comes first."""
+    """Return the indices of samples by falling weight; among equal weights the longest sample comes first."""
     return sorted(range(len(samples)), key=lambda i: (-weights[i], -samples[i].tokens, i))
 
 
 def pack(
     samples: Sequence[SampleLength], weights: Sequence[int], num_rows: int, room: int, order: Sequence[int]
 ) -> list[Row] | None:
-    """Return `num_rows` rows of balanced weight, none above `room` positions per side and none empty; None if it fails.
+    """Return `num_rows` rows of balanced weight, none empty, none above `room` positions per side; None if it fails.
 
-    In `order`, the most expensive first, documents go into the least loaded row that holds them. If one finds none,
-    they go longest first into the fullest row that holds them (best fit), which packs tighter.
+    Samples in `order` (indices, the most expensive first) go into the least loaded row with enough free positions. If
+    one finds no row, all go longest first into the fullest row that holds them (best fit), which packs tighter.
     """
     if num_rows > len(samples):
         return None
@@ -309,10 +309,10 @@ def fill_lightest(
     starts: Sequence[tuple[int, int, int]],
     room: int,
 ) -> list[Row] | None:
-    """Put samples, by their indices in turn, each into the row of least load that has room for it on both sides.
+    """Put each sample, in `order` (indices), into the row of least load with enough free positions on both sides.
 
-    `starts` are the load and the filled encoder and decoder positions of each row. Returns what each row receives; None
-    if a sample finds no row.
+    `starts`: the load of each row at the start, in the unit of `weights`, and its filled encoder and decoder positions,
+    of `room` on each side. Returns the samples that each row receives; None if a sample finds no row.
     """
     rows: list[Row] = [[] for _ in starts]
     filled = [[encoder, decoder] for _, encoder, decoder in starts]
@@ -344,10 +344,10 @@ def fill_lightest(
 
 
 def pack_best_fit(samples: Sequence[SampleLength], room: int, num_rows: int = 1) -> list[Row]:
-    """Pack the longest sample first, each into the fullest row that has room for it (best-fit decreasing).
+    """Pack samples, the longest first, each into the fullest row with enough free positions (best-fit decreasing).
 
-    The `num_rows` longest begin rows of their own; more rows are opened for what fits into none. No sample may be
-    longer than `room` on either side.
+    The `num_rows` longest samples begin a row each; more rows are opened for samples that fit into none. No sample may
+    be longer than `room` on either side.
     """
     order = sorted(samples, key=lambda s: (-max(s.encoder, s.decoder), -s.tokens, s.index, s.start))
     decoder_room = room if any(s.decoder for s in samples) else 0
@@ -370,8 +370,8 @@ def pack_best_fit(samples: Sequence[SampleLength], room: int, num_rows: int = 1)
 def list_finer_splits(
     replicas: Sequence[Sequence[MicroBatch]], *, equal_counts: bool, max_tokens: int
 ) -> Iterator[list[list[MicroBatch]]]:
-    """Yield the replicas with many rows two in one, then with some of the shortest rows of each in two; under
-    `equal_counts` only if all have equally many."""
+    """Yield variants of the replicas: with rows joined in pairs (`join_rows`), then with the 2 and the 4 shortest rows
+    of each in halves (`halve_rows`). Under `equal_counts`, only those in which all replicas have equally many rows."""
     joined = [join_rows(rows, max_tokens) for rows in replicas]
     splits = [joined] if any(len(few) < len(rows) for few, rows in zip(joined, replicas, strict=True)) else []
     for split in (*splits, *([halve_rows(rows, count) for rows in replicas] for count in _HALVED)):
@@ -380,9 +380,9 @@ def list_finer_splits(
 
 
 def halve_rows(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
-    """Cut the `count` shortest rows of several whole documents in two each, or fewer if there are fewer.
+    """Return the rows, the `count` shortest with several whole samples (or all such, if fewer) as two rows each.
 
-    A row's documents go, the longest first, to the half of fewer positions. Rows with a piece of a long sample stay.
+    A row's samples go, the longest first, to the half with fewer positions. Rows with a piece of a long sample stay.
 
     >>> row = MicroBatch(tuple(SampleLength(i, n) for i, n in enumerate((5, 3, 1))), "packed")
     >>> [m.documents for m in halve_rows([row], 1)]
@@ -400,11 +400,11 @@ def halve_rows(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBat
 
 
 def join_rows(micro_batches: Sequence[MicroBatch], max_tokens: int) -> list[MicroBatch]:
-    """Join rows of whole documents two in one each, except some of the shortest, which fill and drain: the cost of a
-    row in addition to its tokens is then paid less often.
+    """Return the rows, those of whole samples joined in pairs, so that the overhead of a row is paid less often. A few
+    of the shortest stay, as they fill and drain the pipeline.
 
-    All stay if they are few, or if no sample is in pieces. No row becomes longer than the longest with a piece, or than
-    `max_tokens` (0: no limit).
+    All rows stay if they are few, or if no sample is in pieces. No row becomes longer than the longest with a piece, or
+    than `max_tokens` (0: no limit).
     """
     pieces = [m for m in micro_batches if m.attention == "carried"]
     short = sorted((m for m in micro_batches if m.attention != "carried"), key=attrgetter("encoder_len"))

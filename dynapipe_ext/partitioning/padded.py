@@ -28,7 +28,7 @@ _CLASSES = tuple(3**k for k in range(1, 20))
 
 
 class Cut(NamedTuple):
-    """Items `first` .. `end` - 1 of an order as one micro-batch; `kind`: the index of its recomputation mode."""
+    """One micro-batch: items `first` to `end` - 1 in order, and `kind`, the index of its recomputation mode."""
 
     first: int
     end: int
@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLimits:
-    """Hard limits of one micro-batch (None: no limit) and the multiple its lengths are rounded up to."""
+    """Limits of a micro-batch (None: no limit), padding included. Lengths are rounded up to `pad_multiple`."""
 
     max_bytes: int | None = None
     max_tokens: int | None = None
@@ -46,11 +46,11 @@ class MicroBatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RangeCosts:
-    """Samples in order, and the costs of every range of them that may become a micro-batch.
+    """Samples in order, and the costs of every range of neighbours that may become a padded micro-batch.
 
-    `shapes[j, r - 1]` is the shape of the r samples that end at sample j, or -1 if these break a cap or take too long.
-    `sizes` (3, shapes) are the rows and padded lengths of each shape; `kind_costs` are its costs under every
-    recomputation mode.
+    A shape is an index into `sizes` (3, num_shapes), rows and padded encoder and decoder lengths, and into each of
+    `kind_costs`, one per recomputation mode of `kinds`. `shapes[j, r - 1]` is the shape of the r samples that end at
+    sample j; -1: they break a limit or take too long. `stage_ranks`: the rank of each stage (None: stage s on rank s).
     """
 
     order: tuple[SampleLength, ...]
@@ -66,20 +66,20 @@ class RangeCosts:
         return MicroBatch(self.order[first:end], recompute=self.kinds[kind], pad_multiple=self.caps.pad_multiple)
 
     def pick_fastest(self, min_in_flight: int) -> tuple[IntArray, IntArray]:
-        """Return the time of each shape under the fastest mode of which this many can be held, and that mode."""
+        """Return the least bottleneck ns of each shape, in modes in which `min_in_flight` fit, and the mode's index."""
         return pick_fastest(self.kind_costs, self.caps.max_bytes, min_in_flight, self.stage_ranks)
 
     def make_first_cuts(
         self, *, pp: int, dp: int, min_in_flight: int, equal_counts: bool = False, thinning_ns: int = 0
     ) -> list[Cut]:
-        """Return cuts that cover the samples in turn, with about the least sum(t) / dp + (pp - 1) max(t) over their
-        bottleneck times t.
+        """Return cuts that cover the samples in turn, with about the least sum(t) / dp + (pp - 1) max(t), where t is
+        the bottleneck time of a cut in ns.
 
-        Each is under the fastest mode of which `min_in_flight` like it can be held (see `find_bottleneck`). There is at
-        least one per replica; under `equal_counts` their number is a multiple of dp. Bounds on t are tried
-        `thinning_ns` apart (default: a share of the longest sample's time).
+        Each cut has the fastest mode in which ranks can hold `min_in_flight` such micro-batches (see
+        `find_bottleneck`). There is at least one cut per replica; under `equal_counts` their number is a multiple of
+        dp. Bounds on t are tried `thinning_ns` apart (0: a share of the longest sample's time).
 
-        Raises PlanError if a sample does not fit that often, or if counts cannot be made equal.
+        Raises PlanError if a sample does not fit `min_in_flight` times, or if counts cannot be made equal.
         """
         times, kinds = self.pick_fastest(min_in_flight)
         costs = np.append(times, INFEASIBLE)[self.shapes]  # the last one for those that are -1
@@ -98,7 +98,7 @@ class RangeCosts:
         return [Cut(a, b, int(kinds[self.shapes[b - 1, b - a - 1]])) for a, b in bounds]
 
     def compute_times(self, cuts: Sequence[Cut]) -> list[int]:
-        """Return the bottleneck time of each cut under its mode, ns."""
+        """Return the bottleneck time in ns of each cut under its recomputation mode."""
         first, end, kind = np.array(cuts, np.int64).reshape(-1, 3).T
         chosen = MicroBatchCosts.choose(self.kind_costs, kind, self.shapes[end - 1, end - first - 1])
         times: list[int] = find_bottleneck(chosen, stage_ranks=self.stage_ranks)[0].tolist()
@@ -133,8 +133,8 @@ def pick_fastest(
     min_in_flight: int = 1,
     stage_ranks: Sequence[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Return the least bottleneck time of each shape within `max_bytes` over its costs under several recomputation
-    modes (INFEASIBLE if none fits), and the index of the mode (the first of equals)."""
+    """Return each shape's least bottleneck time in ns over the recomputation modes, and the mode's index (the first of
+    equals). Modes that need over `max_bytes` do not count; INFEASIBLE if none is left (see `find_bottleneck`)."""
     cap = INFEASIBLE - 1 if max_bytes is None else min(max_bytes, INFEASIBLE - 1)
     answers = (find_bottleneck(costs, min_in_flight, stage_ranks) for costs in kind_costs)
     times = np.stack([np.where(num_bytes > cap, INFEASIBLE, np.minimum(ns, INFEASIBLE)) for ns, num_bytes in answers])
@@ -142,10 +142,10 @@ def pick_fastest(
 
 
 def find_best_partition(costs: IntArray, weight: int, thinning_ns: int) -> list[int]:
-    """Return the ends of the contiguous ranges that minimise sum + `weight` x max of their costs.
+    """Return the ends (exclusive) of contiguous ranges of items that minimise sum + `weight` x max of their costs.
 
-    `costs[j, r - 1]` is the cost of the range of r items that ends at item j; each single item must be feasible. As in
-    DynaPipe (arXiv 2311.10418, sec. 4), the least sum is found under each of several bounds on the ranges. They are
+    `costs[j, r - 1]` is the cost in ns of the r items that end at item j; each single item must be feasible. As in
+    DynaPipe (arXiv 2311.10418, sec. 4), the least sum is found under each of several bounds on a range's cost. They are
     `thinning_ns` apart, from the smallest feasible one up to what the least sum of all leaves for the maximum.
     """
     costs = np.ascontiguousarray(costs, np.int64)
@@ -183,11 +183,11 @@ def price_cuts(
     min_in_flight: int = 1,
     is_exact: bool = False,
 ) -> RangeCosts:
-    """Price each range of samples that may be a micro-batch: within the limits, and not far slower than even cuts need.
+    """Price all ranges of samples that may be a micro-batch: within the limits, and not far slower than even cuts.
 
-    Even cuts have the least sum(t) + `weight` x max(t) at some time per micro-batch. Ranges of up to 1.25 times that
-    time are priced, or up to twice that time if two may be merged (`equal_counts`, `least_work`). With `is_exact` and
-    for few samples, all that an optimum may have are. A range that is too long stays so with more samples.
+    Even cuts, ranges that each take up to some time, have their least sum(t) + `weight` x max(t) at one such time.
+    Ranges of up to 1.25 times this time are priced, or up to twice it if two may be merged (`equal_counts`,
+    `least_work`). With `is_exact`, or `least_work` and few samples, all that an optimum may have are priced.
 
     Raises PlanError, naming the sample, if one does not fit `min_in_flight` times by itself.
     """
@@ -252,7 +252,7 @@ class _Table:
         self.price_up_to(0)
 
     def price_up_to(self, most_ns: int) -> None:
-        """Price all runs of neighbouring samples that take up to `most_ns`; 0: single samples."""
+        """Price all ranges of neighbouring samples that take up to `most_ns`; 0: single samples."""
         count = self.own.shape[1] if most_ns else 1
         alive, longest, high = np.arange(len(self.last)), self.own[:, self.last], 0
         while high < count and len(alive):
@@ -294,7 +294,7 @@ class _Table:
         return np.where(late, np.int32(-1), self.cells), np.where(late, INFEASIBLE, times)
 
     def list_shapes(self, most_ns: int) -> ShapeIndex:
-        """Return the shape index of each run of samples by [last sample, rows - 1]; -1: over `most_ns` or a cap."""
+        """Return shapes by [last sample, rows - 1]; -1: over `most_ns` or a limit. Single samples always have one."""
         cells, _ = self._list_cells(most_ns)
         cells = cells[: int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1]
         rows, samples = np.indices((len(cells), len(self.member)), np.int32, sparse=True)
@@ -302,7 +302,7 @@ class _Table:
         return np.ascontiguousarray(shapes.T)
 
     def cut_evenly(self, most_ns: int, weight: int) -> int:
-        """Return sum + weight x max of ranges cut from the end, each as long as `most_ns` lets it be."""
+        """Return sum(t) + `weight` x max(t) of ranges, cut from the end on, each as long as `most_ns` allows."""
         _, times = self._list_cells(most_ns)
         fits = times < INFEASIBLE
         longest = (len(fits) - fits[::-1].argmax(axis=0))[self.member].tolist()
@@ -315,7 +315,7 @@ class _Table:
         return total + weight * most
 
     def check_singles(self, order: Sequence[SampleLength]) -> IntArray:
-        """Return the time of every sample by itself. Raises PlanError if one cannot run."""
+        """Return the bottleneck ns of every sample by itself. Raises PlanError if one does not fit, or has no price."""
         singles: IntArray = self.times[self.cells[0, self.member]]
         if int(singles.min()) < 0:
             raise PlanError(
@@ -340,11 +340,11 @@ class _Table:
 
 
 def sort_samples(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLength]:
-    """Return the samples in the order in which they are cut.
+    """Return the samples in the order in which they are cut into micro-batches.
 
     sorted: by encoder length (of a pair, its longer document's), then decoder length. classes, for encoder-decoder
     models: by class of decoder length, each up to three times as long as the one before. Within a class they are sorted
-    by encoder length, up and down in turns, so that neighbours resemble each other on both sides.
+    by encoder length, ascending and descending in turns, so that neighbours are similar on both sides.
 
     >>> lengths = [(9, 1), (2, 1), (5, 2), (7, 3), (3, 4)]
     >>> [(s.encoder, s.decoder) for s in sort_samples([SampleLength(0, e, d) for e, d in lengths], "classes")]

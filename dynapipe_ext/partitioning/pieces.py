@@ -1,4 +1,4 @@
-"""Long samples in pieces, and short documents next to them, as packed rows."""
+"""Packed rows of long samples in pieces, with short samples next to the pieces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOOSER = 16  # one row more for this many, if documents find no row
 
 
 def list_piece_sizes(pieces: Pieces | Literal["finer"], longest: int, max_tokens: int) -> list[int]:
-    """List the tokens per piece that are worth a try: below the longest sample and up to `max_tokens` (0: no limit).
+    """List the piece sizes, in tokens, to try: below the longest sample and up to `max_tokens` (0: no limit).
 
     >>> list_piece_sizes("auto", 9000, 0), list_piece_sizes(3000, 9000, 0), list_piece_sizes("auto", 2048, 0)
     ([2048, 4096, 8192], [3000], [])
@@ -39,7 +39,7 @@ def list_piece_sizes(pieces: Pieces | Literal["finer"], longest: int, max_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTime:
-    """Approximate time of a row that holds one document of x positions: overhead + token x + square x^2, ns."""
+    """Approximate ns of a row with one sample of x positions: `overhead_ns` + `token_ns` x + `square_ns` x^2."""
 
     overhead_ns: float = 0.0
     token_ns: float = 1.0
@@ -47,8 +47,8 @@ class RowTime:
 
     @staticmethod
     def make_rows(tokens: int, longest: int, recompute: Recompute) -> list[MicroBatch]:
-        """Return three rows whose times determine it. Two pieces start a sample, one with half of `tokens` and one with
-        about all. The third has half of them and ends the longest sample."""
+        """Return the three rows that `from_times` needs. Two begin a sample, with half of `tokens` and with about all.
+        The third has half of them and ends the longest sample."""
         half = max(1, tokens // 2)
         pieces = (
             SampleLength(0, half),
@@ -59,7 +59,7 @@ class RowTime:
 
     @classmethod
     def from_times(cls, rows: Sequence[MicroBatch], times_ns: Sequence[int]) -> RowTime:
-        """Fit the times of `rows`."""
+        """Fit the time of any row to the times of the three `rows` that `make_rows` returns."""
         half, whole, start = rows[0].encoder_len, rows[1].encoder_len, rows[2].samples[0].start
         short_ns, long_ns, late_ns = times_ns
         square_ns = max(0.0, (late_ns - short_ns) / (2 * half * start))
@@ -69,11 +69,11 @@ class RowTime:
         return cls(overhead_ns=overhead_ns, token_ns=token_ns, square_ns=square_ns)
 
     def work_ns(self, length: int, count: int) -> float:
-        """Return the time of a sample in `count` pieces."""
+        """Return the ns of a sample of `length` positions in `count` pieces, all together."""
         return count * self.overhead_ns + length * (self.token_ns + self.square_ns * length)
 
     def find_position(self, share: float, length: int) -> float:
-        """Return the position by which a share of a sample's time has passed, without the overhead.
+        """Return the position at which `share` (0 to 1) of a sample's time has passed, overheads not counted.
 
         >>> round(RowTime().find_position(0.5, 100)), round(RowTime(square_ns=1e9).find_position(0.25, 100))
         (50, 50)
@@ -85,9 +85,9 @@ class RowTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceChoice:
-    """A way to cut long samples: into pieces of about `tokens`, equal in `even` time (the default: in length).
+    """A way to cut long samples: pieces of about `tokens` positions, equal in `even` time (default: in length).
 
-    `makespan_ns`: the expected makespan, the work of the busiest replica and the time that its pipeline waits for the
+    `makespan_ns`: the expected makespan, the work of the busiest replica plus the time that its pipeline waits for the
     longest row; searches end a few percent below it. `hoped_ns`: with half of that wait. No search has got below this:
     good orders have short rows first and last, and the long ones in between.
     """
@@ -101,7 +101,7 @@ class PieceChoice:
     def estimate(
         cls, samples: Sequence[SampleLength], time: RowTime, tokens: int, even: RowTime, *, dp: int, depth: int
     ) -> PieceChoice:
-        """Estimate rows as `pack_with_pieces` fills them on `dp` replicas of `depth` ranks, by a few sums."""
+        """Return a choice with estimated times: rows as by `pack_with_pieces`, `dp` replicas of `depth` ranks."""
         lengths = [s.encoder for s in samples]
         long = [(length, -(-length // tokens)) for length in lengths if length > tokens]
         short = [length for length in lengths if length <= tokens]
@@ -120,12 +120,12 @@ class PieceChoice:
     def make_rows(
         self, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowPackingPolicy
     ) -> list[MicroBatch]:
-        """Cut the samples in this way into rows."""
+        """Return packed rows with the long samples cut in this way (`pack_with_pieces`)."""
         return pack_with_pieces(samples, self.even, evaluate, rule)
 
 
 def pick_promising(choices: Sequence[PieceChoice], *, with_smallest: bool = False) -> list[PieceChoice]:
-    """Return the choices with the least expected and the least hoped-for time (often the same one). With
+    """Return the choices with the least `makespan_ns` and the least `hoped_ns` (often the same one). With
     `with_smallest`, choices with the smallest pieces follow: one of them needs the least memory."""
     best = [min(choices, key=attrgetter(by)) for by in ("makespan_ns", "hoped_ns")]
     tokens = min(choice.tokens for choice in choices)
@@ -141,9 +141,10 @@ def list_piece_choices(
     depth: int,
     recompute: Recompute = "none",
 ) -> list[PieceChoice]:
-    """List the ways to cut long samples into pieces of about these sizes whose longest piece `evaluate` can price.
+    """List ways to cut long samples into pieces of about `sizes` positions, of equal length or equal time.
 
-    Raises PlanError if `evaluate` can price none, and for samples with a decoder side.
+    `dp` replicas have `depth` ranks. Raises PlanError if `evaluate` can price none, and for samples with a decoder
+    side.
     """
     if any(s.decoder for s in samples):
         raise PlanError("samples with a decoder side cannot be cut into pieces: plan whole samples (pieces off)")
@@ -177,7 +178,7 @@ def _prices(evaluate: MicroBatchEvaluate, rows: Sequence[MicroBatch]) -> list[in
 
 
 def cut_piece(sample: SampleLength, offset: int, length: int) -> SampleLength:
-    """Return positions offset .. offset + length of a decoder-only sample, with the targets that lie in them.
+    """Return positions `offset` to `offset` + `length` - 1 of a decoder-only sample, with the targets among them.
 
     >>> [cut_piece(SampleLength(7, 10, target=4), at, 5).target for at in (0, 3, 5)]
     [0, 2, 4]
@@ -188,8 +189,8 @@ def cut_piece(sample: SampleLength, offset: int, length: int) -> SampleLength:
 
 
 def cut_into_pieces(sample: SampleLength, max_tokens: int, multiple: int, time: RowTime) -> list[SampleLength]:
-    """Cut a sample into as few pieces as pieces of `max_tokens` would be, equal in time (in length, if squares cost
-    nothing). The length of each but the last is a multiple of `multiple`.
+    """Return a sample as pieces of about equal time (equal length if squares cost nothing), as many as with
+    `max_tokens` each. So the first pieces may be longer. All but the last have a multiple of `multiple` positions.
 
     >>> [(p.start, p.encoder) for p in cut_into_pieces(SampleLength(0, 100), 40, 8, RowTime())]
     [(0, 40), (40, 32), (72, 28)]
@@ -210,8 +211,8 @@ def pack_with_pieces(
 ) -> list[MicroBatch]:
     """Return packed rows of about `rule.max_tokens` positions. Raises PlanError if `evaluate` cannot price one.
 
-    Samples longer than a row (`rule.room`) are cut into pieces of equal time, one per row. Then each shorter sample,
-    the most expensive first, joins the row that costs least so far and has room, with or without a piece.
+    Samples longer than a row (`rule.room`) are cut into pieces of equal `time`, one per row. Then each shorter sample,
+    the most expensive first, joins the row of least time so far with enough free positions, with or without a piece.
     """
     long = [s for s in samples if s.encoder > rule.room]
     short = [s for s in samples if s.encoder <= rule.room]

@@ -56,12 +56,12 @@ def pad_to_batch_max(
     recompute: Recompute = "none",
     equal_counts: bool = False,
 ) -> Replicas:
-    """Pad every row to the longest sample of the global batch; equal row counts, in order, dealt to the replicas.
+    """Return micro-batches with every row padded to the longest sample of the global batch, dealt to replicas in turn.
 
-    Give `rows_per_micro_batch`, which is lowered if the batch would not reach all replicas; or `max_tokens` for as many
-    rows as fit. Unless counts are equal, the micro-batches are then a function of the samples only, whatever `dp` is.
-    With fewer micro-batches than replicas the last replicas are empty. Under `equal_counts` row counts differ by one if
-    the batch does not divide. Decoder-only.
+    All have `rows_per_micro_batch` rows, or fewer for the batch to reach all replicas; or as many as fit into
+    `max_tokens`. Unless counts are equal, the micro-batches are then a function of the samples only, whatever `dp` is.
+    Fewer micro-batches than replicas leave the last replicas empty. Under `equal_counts` numbers of rows differ by one
+    if the batch does not divide. Decoder-only.
 
     Raises PlanError for a longest sample above `max_tokens`, and under `equal_counts` for too few samples.
     """
@@ -111,13 +111,13 @@ def cut_fixed_rows(
     pad_multiple: int = 1,
     equal_counts: bool = False,
 ) -> Replicas:
-    """Cut rows as Megatron's GPT dataset does: samples end to end in order, cut at every `row_len` positions, attention
-    over rows.
+    """Cut rows as Megatron's GPT dataset does: samples end to end in order, cut at every `row_len` positions; positions
+    attend to the whole row before them.
 
     The last row is padded. A sample that a row's end cuts becomes pieces (`SampleLength.start`), each with the targets
-    among its positions: a sample's targets are its last positions. A batch of fewer rows than replicas leaves the last
-    replicas empty. Under `equal_counts` rows are filled less, all alike, so that their number is the next multiple of
-    `dp`. Decoder-only.
+    among its positions: a sample's targets are its last positions. Fewer rows than replicas leave the last replicas
+    empty. Under `equal_counts` rows are filled less, all alike, so that their number is the next multiple of `dp`.
+    Decoder-only.
 
     Raises PlanError under `equal_counts` for too few positions.
     """
@@ -149,12 +149,12 @@ def pack_documents(
     recompute: Recompute = "none",
     equal_counts: bool = False,
 ) -> Replicas:
-    """Pack documents, which attend within themselves, into rows by best fit, and balance the rows over the replicas.
+    """Pack samples into rows by best fit, with attention within each sample, and balance the rows over the replicas.
 
-    Documents go longest first into the fullest row that holds them (best-fit decreasing). If that leaves fewer rows
-    than replicas (or, under `equal_counts`, a number that does not divide), the documents are spread over the next
-    number that does, or else packed into the one before. With fewer samples than replicas, each has a row and the last
-    replicas are empty. A replica's rows come in the order in which they were opened.
+    Samples go longest first into the fullest row that holds them (best-fit decreasing). Rows may be fewer than replicas
+    or, under `equal_counts`, not a multiple of them. Then the samples are spread over the next number that is possible,
+    or else packed into the one before. With fewer samples than replicas, each has a row and the last replicas are
+    empty. A replica's rows come in the order in which they were opened.
 
     Raises PlanError, naming the sample, if one is longer than a row; and if no such number of rows holds the batch.
     """
@@ -179,10 +179,10 @@ def pack_documents(
 
 
 def list_row_lengths(longest: int, tokens: int, *, num_rows: int, pad_multiple: int = 1) -> list[int]:
-    """List the row lengths among which packing is at its best.
+    """List the row lengths, in positions, to try for packing.
 
-    They begin at the longest sample's and go to twice that, at which any two samples share a row, and further while
-    `tokens` still fill `num_rows` rows, one for each rank of each replica.
+    They begin at the longest sample's and go to twice that, at which any two samples share a row. Longer ones follow
+    while `tokens` fill `num_rows` rows, one for each rank of each replica.
 
     >>> list_row_lengths(2048, 65_536, num_rows=8)
     [2048, 2560, 3072, 4096, 6144, 8192]
@@ -200,7 +200,7 @@ def list_row_lengths(longest: int, tokens: int, *, num_rows: int, pad_multiple: 
 
 
 def with_short_ends(replicas: Replicas, evaluate: MicroBatchEvaluate) -> Replicas:
-    """Order each replica's micro-batches so that the cheapest come first and last: a pipeline then fills and drains in
+    """Return each replica's micro-batches with the cheapest ones first and last: a pipeline then fills and drains in
     the least time, as verl orders them."""
     ordered: Replicas = []
     for micro_batches in replicas:
@@ -224,14 +224,14 @@ def split_as_dynapipe(
 ) -> Replicas:
     """Split as DynaPipe does (arXiv 2311.10418, sec. 4): sorted samples, contiguous cuts, balanced replicas.
 
-    The cuts minimise (pp - 1) max(t) + sum(t) / dp for bounds on t thinned to one in `thinning_ns`. DynaPipe uses one
-    recomputation mode per plan: the first of `LAYER_RECOMPUTES` (of `kinds`) that has a feasible split. Replicas are
-    balanced by t with the largest differencing method (Karmarkar and Karp 1982).
+    The cuts minimise (pp - 1) max(t) + sum(t) / dp, t being their bottleneck times in ns, for bounds on t that are
+    `thinning_ns` apart. DynaPipe uses one recomputation mode per plan: the first of `LAYER_RECOMPUTES` (of `kinds`)
+    that has a feasible split. Replicas are balanced by t with the largest differencing method (Karmarkar, Karp 1982).
+
     Three changes are in DynaPipe's favour. Of the bounds in an interval the largest stays, so that small models remain
     feasible. A split of fewer micro-batches than replicas is cut again. Encoder-decoder samples take the better of two
-    orders, in place of tours of a travelling salesman.
-    With fewer samples than replicas some replicas are empty. Under `equal_counts` that is an error, the split has a
-    multiple of `dp` micro-batches, and the replicas are balanced at equal counts.
+    orders, in place of tours of a travelling salesman. With fewer samples than replicas some replicas are empty. Under
+    `equal_counts` that is an error, the micro-batches are a multiple of `dp`, and all replicas have equally many.
     """
     orders: tuple[SortOrder, ...] = ("sorted", "classes") if any(s.decoder for s in samples) else ("sorted",)
     caps, busy = MicroBatchLimits(max_bytes=max_bytes, pad_multiple=pad_multiple), min(dp, len(samples))
