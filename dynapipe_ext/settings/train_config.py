@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from dynapipe_ext.batch.micro_batches import Pieces
 from dynapipe_ext.batch.topology import Topology, check_layer_counts, list_cp_degrees, place_stages
 from dynapipe_ext.batch.vocabulary_parallel import split_vocabulary
+from dynapipe_ext.capabilities import check_features
 from dynapipe_ext.data.sample_selection import weighted_files
 from dynapipe_ext.errors import ConfigError, reason, refuse_unknown
 from dynapipe_ext.models.named_models import carried_fault
@@ -135,11 +136,7 @@ class TrainConfig:
         check_data_settings(self.data, where)
         check_preferences(self, where)
         check_optimizer(self.optimizer, where)
-        if model.num_decoder_layers and plan.split_policy == "fixed-rows":
-            raise ConfigError(
-                f"{where}: [plan] split_policy 'fixed-rows' packs rows that attend as a whole, which would mix the"
-                " inputs of an encoder-decoder: take dynapipe-ext, or packed-balanced"
-            )
+        check_features(self, "settings", f"{where}: ")
         check_pieces_of_model(model, plan.pieces, where)  # first: no rule of plans would help such a model
         check_width(self, where)
         check_rules(plan, f"{where}: [plan] ")
@@ -151,8 +148,6 @@ class TrainConfig:
                 " one of both out"
             )
         check_heads(model, topology, where)
-        if self.optimizer.deterministic:
-            refuse_order_in_bits(self, where)
 
     @property
     def placement(self) -> PlacementChoice:
@@ -227,21 +222,12 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
 
 
 def check_width(config: TrainConfig, where: str) -> None:
-    """Reject data parallel ranks that cannot join so, or not for this model. Raises ConfigError."""
+    """Reject a degree of context parallelism that data parallel ranks do not make. Raises ConfigError."""
     degree, dp = config.topology.context_parallel, config.topology.dp
-    if degree == 1:
-        return
-    at, allowed = f"{where}: [topology] context_parallel is {degree!r}", list_cp_degrees(dp)
-    if degree not in ("auto", *allowed):
+    if degree not in ("auto", *(allowed := list_cp_degrees(dp))):
         raise ConfigError(
-            f"{at} but must be a power of two that divides dp {dp}: give one of {', '.join(map(str, allowed))}"
-        )
-    if config.deepspeed.config:
-        raise ConfigError(f"{at} but a DeepSpeed engine computes whole rows on each rank: leave one of both out")
-    if config.model.num_decoder_layers and config.model.uses_transformers:
-        raise ConfigError(
-            f"{at} but transformers' encoder-decoders add relative biases of whole rows, of which ranks have only"
-            " slices: set context_parallel to 1, or train the model by megatron-core"
+            f"{where}: [topology] context_parallel is {degree!r} but must be a power of two that divides dp {dp}: give"
+            f" one of {', '.join(map(str, allowed))}"
         )
 
 
@@ -269,7 +255,7 @@ def check_data_settings(data: DataSettings, where: str) -> None:
 
 def check_preferences(config: TrainConfig, where: str) -> None:
     """Reject settings that do not go with pairs of answers. Raises ConfigError."""
-    preferences, model, plan = config.preferences, config.model, config.plan
+    preferences = config.preferences
     if not preferences.loss:
         if config.data.template == "preference":
             raise ConfigError(
@@ -283,20 +269,6 @@ def check_preferences(config: TrainConfig, where: str) -> None:
             )
         return
     at = f"{where}: [preferences] loss is {preferences.loss!r}"
-    if model.num_decoder_layers:
-        raise ConfigError(f"{at} but the model is an encoder-decoder, of whose samples pairs are not made: take GPTs")
-    if plan.pieces != "off":
-        raise ConfigError(f"{at} but [plan] pieces is {plan.pieces!r}, and a pair stays whole: set pieces to 'off'")
-    if plan.split_policy not in ("dynapipe-ext", "packed-balanced"):
-        raise ConfigError(
-            f"{at} but split_policy {plan.split_policy!r} knows no pairs: take dynapipe-ext or packed-balanced"
-        )
-    dropouts = {"[model] dropout": model.dropout, "[lora] lora_dropout": config.lora.lora_dropout}
-    if drawn := [f"{name} {rate:g}" for name, rate in dropouts.items() if rate]:
-        raise ConfigError(
-            f"{at}, which compares scores of answers, but {' and '.join(drawn)} would draw other scores at each step:"
-            " leave it out"
-        )
     if preferences.label_smoothing and preferences.loss != "dpo":
         raise ConfigError(
             f"{at} but label_smoothing is {preferences.label_smoothing:g}, which only dpo has: leave it out"
@@ -355,56 +327,10 @@ def check_heads(model: ModelSettings, topology: TopologySettings, where: str) ->
 
 def check_pieces_of_model(model: ModelSettings, pieces: Pieces, where: str) -> None:
     """Reject pieces of long samples if attention cannot continue from piece to piece. Raises ConfigError."""
-    if pieces == "off":
+    if pieces == "off" or model.described is None:
         return
-    if model.uses_transformers:
-        fault = carried_fault(model.architecture)
-    elif model.described is not None:
-        fault = model.described.pieces_fault
-    else:
-        later = "inputs of an encoder-decoder attend to later positions: plan whole samples"
-        fault = later if model.num_decoder_layers else ""
-    if fault:
+    if fault := carried_fault(model.architecture) if model.uses_transformers else model.described.pieces_fault:
         raise ConfigError(f'{where}: [plan] pieces is {pieces!r} but {fault} (pieces = "off")')
-
-
-def refuse_order_in_bits(config: TrainConfig, where: str) -> None:
-    """Reject what deterministic mode cannot keep the plan out of. Raises ConfigError."""
-    at, model, plan, topology = (
-        f"{where}: [optimizer] deterministic is on but",
-        config.model,
-        config.plan,
-        config.topology,
-    )
-    if topology.context_parallel == "auto":  # a product over a slice of a row rounds otherwise than one over the row
-        raise ConfigError(
-            f"{at} [topology] context_parallel auto gives steps several degrees, and bits hold for one: name it, or"
-            " leave deterministic out"
-        )
-    if topology.vocabulary_parallel == "auto":  # parts of a vocabulary add up their sums, where a whole one has one
-        raise ConfigError(
-            f"{at} [topology] vocabulary_parallel auto is chosen by costs, and bits hold for one: name it, or leave"
-            " deterministic out"
-        )
-    if plan.adapt_costs:
-        raise ConfigError(
-            f"{at} [plan] adapt_costs makes plans by what actions have taken, which is never the same: leave one out"
-        )
-    if config.deepspeed.config:
-        raise ConfigError(f"{at} a DeepSpeed engine sums gradients in an order of its own: leave one of both out")
-    if model.described is not None and model.described.num_experts:
-        raise ConfigError(
-            f"{at} [model] architecture {model.architecture} has {model.described.num_experts} experts, which it does"
-            " not cover: leave it out, or take a model without experts"
-        )
-    # Each layer of a decoder adds to the gradient of the encoder's output. Under full recomputation Megatron first adds
-    # up the layers of a stage, and then the sum that the next stage sends: the order depends on where stages end.
-    if model.num_decoder_layers and topology.pp > 1 and plan.recompute in ("auto", "full", "head+full"):
-        raise ConfigError(
-            f"{at} [plan] recompute is {plan.recompute!r}: layers of a decoder that are recomputed whole add"
-            " up gradients of the encoder's output in an order that depends on pp, so set recompute to 'none' or"
-            " 'selective', or pp to 1"
-        )
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:

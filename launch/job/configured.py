@@ -29,7 +29,8 @@ from dynapipe_ext.batch.topology import (
     place_stages,
     require_whole_layers,
 )
-from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, require_whole_vocabulary, split_vocabulary
+from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, split_vocabulary
+from dynapipe_ext.capabilities import check_features, find_kinds, find_limit
 from dynapipe_ext.costs.adapters import price_adapters, with_idle_weights
 from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.analytic import AnalyticCosts
@@ -68,13 +69,8 @@ def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
     configured = Variant(_OURS, config)
     if not compare:
         return [configured]
-    if config.deepspeed.config:
-        raise ConfigError("--compare runs several models side by side, of which DeepSpeed knows one: leave one out")
-    if config.model.num_decoder_layers:
-        raise ConfigError(
-            "--compare packs rows that attend as a whole, which would mix the inputs of an encoder-decoder: leave"
-            " --compare out"
-        )
+    if limit := find_limit("comparison", find_kinds(config)):
+        raise limit.make_error("--compare was given")
     fixed_rows: dict[str, Any] = {
         "layout": "packed",
         "split_policy": "fixed-rows",
@@ -137,35 +133,19 @@ def placed_stages(config: TrainConfig) -> Topology:
 
 
 def runs_half_layers(config: TrainConfig) -> bool:
-    """Whether the stages of this job may begin and end within a layer: those of decoders, of transformers where that
-    is proven of the family."""
-    m = config.model
-    if m.num_decoder_layers or config.lora.enabled or config.deepspeed.config:
-        return False
-    return not m.uses_transformers or m.cut is None or bool(m.cut.pattern.halves)
-
-
-def spread_fault(config: TrainConfig) -> str:
-    """Which part of this job keeps its vocabulary whole; empty where it may lie over pipeline ranks."""
-    m = config.model
-    if m.num_decoder_layers:
-        return "a model with a decoder side"
-    if m.uses_transformers:
-        return "a model of transformers"
-    if config.lora.enabled:
-        return "a model with adapters"
-    return "a DeepSpeed engine" if config.deepspeed.config else ""
+    """Whether the stages of this job may begin and end within a layer: those of transformers where that is proven of
+    the family."""
+    cut = config.model.cut
+    return find_limit("half layers", find_kinds(config)) is None and (cut is None or bool(cut.pattern.halves))
 
 
 def topology_of(config: TrainConfig) -> Topology:
     """The topology with layers on its stages. Raises ConfigError for what does not divide, naming both numbers."""
     t, m = config.topology, config.model
     topology = placed_stages(config).with_layers(m.total_layers)
+    check_features(config, "stages")
     if not runs_half_layers(config):
-        who = "this model of transformers" if m.uses_transformers else "a model with a decoder side, or with adapters,"
-        require_whole_layers(topology.layers_per_stage, who)
-    if fault := spread_fault(config):
-        require_whole_vocabulary(topology, fault)
+        require_whole_layers(topology.layers_per_stage, "this model of transformers")
     refuse_undivided(m, t.tp)
     if t.sequence_parallel and config.plan.pad_multiple % t.tp:
         raise ConfigError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION, register_document_attention
 from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.capabilities import check_features
 from dynapipe_ext.costs.states import count_parameters
 from dynapipe_ext.errors import ConfigError, DataError, format_bytes, install_advice, reason
 from dynapipe_ext.executor.free_memory import Room, usable_bytes
@@ -51,31 +52,20 @@ def refuse_unsupported(config: TrainConfig) -> None:
             f" computes, but {config.model.architecture or 'a model of own sizes'} is none: leave it out, or give"
             " --backend transformers and such a model"
         )
-    if config.model.uses_transformers and config.model.num_decoder_layers:
-        _refuse_beside_pairs(config)
-    if config.lora.enabled:
-        _refuse_adapters(config)
-    if config.deepspeed.config:
-        _refuse_beside_engine(config)
+    check_features(config, "run")
+    if config.lora.enabled and importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"--lora trains adapters of peft, which is not installed: {install_advice('lora')}")
+    if config.model.uses_transformers:
         return
-    if not config.model.uses_transformers:
-        if config.model.backend == "transformers":
-            raise ConfigError(
-                "--backend transformers computes a model of --model or --architecture, and none is named: name one, or"
-                " leave it out"
-            )
-        if raw_config(config.model.architecture).get("output_router_logits"):
-            raise ConfigError(
-                f"output_router_logits of {config.model.architecture} adds a loss of all routers together, which no"
-                " stage sees: set it to false in its config.json"
-            )
-        return
-    if unsupported := [name for name, is_asked in _asked_of_megatron(config).items() if is_asked]:
-        tp = config.topology.tp
+    if config.model.backend == "transformers":
         raise ConfigError(
-            f"{config.model.architecture} is computed by transformers, whose runs have no {', '.join(unsupported)}:"
-            " leave it out, or, where megatron-core has a twin, --lora and"
-            " --backend" + (f"; tp is {tp}, also where nothing names it: name 1 (--tp 1)" if tp > 1 else "")
+            "--backend transformers computes a model of --model or --architecture, and none is named: name one, or"
+            " leave it out"
+        )
+    if raw_config(config.model.architecture).get("output_router_logits"):
+        raise ConfigError(
+            f"output_router_logits of {config.model.architecture} adds a loss of all routers together, which no"
+            " stage sees: set it to false in its config.json"
         )
 
 
@@ -123,85 +113,6 @@ def adapters_line(config: TrainConfig) -> str:
     beside = ", ".join(layer.name.rpartition(".")[2] for layer in lora.described or ())
     share = percent(trained / (trained + frozen))
     return f"lora: {trained:,} weights of adapters train ({share} of all), rank {lora.r} beside {beside}"
-
-
-def _refuse_adapters(config: TrainConfig) -> None:
-    model = config.model
-    if config.plan.adapt_costs:
-        raise ConfigError(
-            "--lora and adapt_costs: times are fitted to costs of models that train whole. Leave one of them out, or"
-            " give --costs that dynapipe profile has measured"
-        )
-    if not model.uses_transformers:
-        model_name = model.architecture or "a model in sizes of its own"
-        raise ConfigError(
-            f"--lora adapts models that transformers computes, by peft, but {model_name} is computed by megatron-core:"
-            " name a decoder's folder by --model, with backend transformers or none"
-        )
-    if not model.init_from:
-        raise ConfigError(
-            f"--lora trains beside weights that stay as they are, but {model.architecture} gives none to start from:"
-            " name a folder with weights by --model, or train all of them without --lora"
-        )
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"--lora trains adapters of peft, which is not installed: {install_advice('lora')}")
-
-
-def _refuse_beside_pairs(config: TrainConfig) -> None:
-    """Errors: ConfigError for what an encoder-decoder has by megatron-core alone, or not at all."""
-    model, plan = config.model, config.plan
-    if plan.layout != "padded":
-        raise ConfigError(
-            f"{model.architecture} is computed by transformers, whose relative positions know no borders of packed"
-            " pairs: give --layout padded, or leave --backend out"
-        )
-    if not model.init_from:
-        raise ConfigError(
-            f"{model.architecture} is an encoder-decoder, which transformers trains from weights on, but gives none:"
-            " name a folder with weights by --model, or leave --backend out"
-        )
-    requested = {"--deepspeed": config.deepspeed.config, "--deterministic": config.optimizer.deterministic}
-    if unsupported := [name for name, is_asked in requested.items() if is_asked]:
-        raise ConfigError(
-            f"{model.architecture} is an encoder-decoder that transformers computes, of which runs have no"
-            f" {', '.join(unsupported)}: leave it out, or where megatron-core has that, leave --backend out"
-        )
-
-
-def _asked_of_megatron(config: TrainConfig) -> dict[str, bool]:
-    return {
-        "tp": config.topology.tp > 1,
-        "the distributed optimizer": config.optimizer.distributed,
-    }
-
-
-def _refuse_beside_engine(config: TrainConfig) -> None:
-    path, zero_stage, plan = config.deepspeed.config, config.deepspeed.zero_stage, config.plan
-    if not config.model.uses_transformers:
-        raise ConfigError(
-            f"--deepspeed {path} trains models that transformers computes: name one by --model, and leave out --backend"
-        )
-    if config.topology.pp > 1 and config.deepspeed.meets_inside:
-        raise ConfigError(
-            f"a DeepSpeed engine of ZeRO stage {zero_stage} ({path}) trains without pp, which is"
-            f" {config.topology.pp}: leave --pp out, and replicas (--dp) divide what the stage says; or take stage 1,"
-            " where pipeline ranks divide weights and gradients"
-        )
-    offloads = config.deepspeed.offloads_optimizer
-    requested = _asked_of_megatron(config) | {
-        f"pieces {plan.pieces}": plan.pieces != "off",
-        "nan_policy skip with an offloaded optimizer": config.optimizer.nan_policy == "skip" and offloads,
-    }
-    if config.deepspeed.meets_inside:
-        requested |= {
-            f"schedule {plan.schedule}": plan.schedule not in ("adaptive", "1f1b"),
-            "split_backward": plan.split_backward,
-        }
-    if unsupported := [name for name, is_asked in requested.items() if is_asked]:
-        raise ConfigError(
-            f"a DeepSpeed engine of ZeRO stage {zero_stage} ({path}) trains without {', '.join(unsupported)}:"
-            " leave it out"
-        )
 
 
 def first_weights(config: TrainConfig) -> str:

@@ -25,6 +25,7 @@ from rich.console import Console
 
 from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, Vocabulary
 from dynapipe_ext.batch.vocabulary_parallel import gather_vocabulary, split_vocabulary
+from dynapipe_ext.capabilities import find_kinds, find_limit
 from dynapipe_ext.costs.adjustments import adjust
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -43,7 +44,6 @@ from dynapipe_ext.launch.job.configured import (
     placement_trials,
     runs_half_layers,
     settled_steps,
-    spread_fault,
     topology_of,
     trained_costs,
     trials_table,
@@ -157,7 +157,9 @@ class SettledPlanning:
         vocabulary = self.config.topology.vocabulary_parallel
         if vocabulary != "auto":
             return (vocabulary,)
-        if not self.costs.facts.prices_spread or (self.is_of_config and spread_fault(self.config)):
+        if not self.costs.facts.prices_spread or (
+            self.is_of_config and find_limit("vocabulary parallelism", find_kinds(self.config))
+        ):
             return ("whole",)
         for spread in _SPREAD:
             try:

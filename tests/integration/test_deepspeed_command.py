@@ -233,10 +233,14 @@ def test_every_field_that_is_not_the_files_is_named(ran: tuple[Path, dict[str, s
     [
         ({"fp16": {"enabled": True}}, [], "fp16 is enabled, which runs here cannot follow: take bf16 or fp32"),
         ({"zero_optimization": {"stage": 4}}, [], "zero_optimization.stage is 4 but must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 2}}, ["--pp", "2"], "ZeRO stage 2 (ds.json) trains without pp, which is 2"),
-        ({"zero_optimization": {"stage": 3}}, ["--schedule", "gpipe"], "trains without schedule gpipe"),
-        ({}, ["--compare"], "of which DeepSpeed knows one"),
-        ({}, ["--backend", "megatron"], "trains models that transformers computes"),
+        ({"zero_optimization": {"stage": 2}}, ["--pp", "2"], "pp is 2 but ZeRO 2 and 3 train without pp"),
+        (
+            {"zero_optimization": {"stage": 3}},
+            ["--schedule", "gpipe"],
+            "schedule is 'gpipe' but ZeRO 2 and 3 reduce in each backward",
+        ),
+        ({}, ["--compare"], "DeepSpeed has one model in a process: leave --compare out"),
+        ({}, ["--backend", "megatron"], "an engine trains models of transformers"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_before_anything_is_prepared(

@@ -164,7 +164,10 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ),
         ("[run]\nsteps = 99999999999999999999", r"\[run\] steps is 9{20} but must be at most 1,000,000"),
         ("[optimizer]\nbetas = [0.9, 2]", r"betas is \(0\.9, 2\.0\) but must be two numbers of 0 to below 1"),
-        ("[plan]\nadapt_costs = true\n[optimizer]\ndeterministic = true", r"adapt_costs makes plans by what actions"),
+        (
+            "[plan]\nadapt_costs = true\n[optimizer]\ndeterministic = true",
+            r"adapt_costs is True but what actions take is never",
+        ),
         ("[job]\ntimeout_s = inf", r"\[job\] timeout_s is inf but must be a finite number"),
         ("[eval]\nevery = 5", r"\[eval\] every is 5 but there is nothing to evaluate on: give path, .* or fraction"),
         ('[eval]\nevery = 5\nfraction = 0.1\npath = "a"', r"\[eval\] path is a and fraction is 0\.1: .* leave one out"),
@@ -522,7 +525,7 @@ def test_a_model_named_by_a_flag_takes_the_place_of_the_files_sizes(tmp_path: Pa
         ('position = "relative"', "position is 'relative' and num_decoder_layers is 0: relative positions are those"),
         (
             'num_decoder_layers = 4\n[plan]\nsplit_policy = "fixed-rows"',
-            "split_policy 'fixed-rows' packs rows that attend as a whole, which would mix the inputs",
+            "split_policy is 'fixed-rows' but it would mix the inputs of an encoder-decoder",
         ),
         (
             'architecture = "mixtral-8x7b"',

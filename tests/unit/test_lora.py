@@ -229,15 +229,18 @@ def test_what_an_engine_offloads_is_not_counted_on_accelerators_and_is_on_cpus(
         ({"lora": {"r": 0}}, "r is 0 but must be at least 1"),
         ({"lora": {"lora_dropout": 1.0}}, "lora_dropout is 1.0 but must be at least 0 and below 1"),
         ({"lora": {"enabled": False, "r": 4}}, "describes adapters but enabled is false"),
-        ({"model": {"backend": "megatron"}}, "is computed by megatron-core: name a decoder's folder by --model, with"),
-        ({"model": {"architecture": ""}}, "a model in sizes of its own is computed by megatron-core"),
-        ({"model": {"init_from": ""}}, "gives none to start from: name a folder with weights"),
+        (
+            {"model": {"backend": "megatron"}},
+            "peft adapts what transformers computes: name a decoder's folder by --model",
+        ),
+        ({"model": {"architecture": ""}}, "enabled is True but peft adapts what transformers computes"),
+        ({"model": {"init_from": ""}}, "init_from is '' but adapters train next to weights that stay: name a folder"),
         (
             {"deepspeed": {"config": "zero.json"}, "topology": {"pp": 2}},
-            "ZeRO stage 2 .* trains without pp, which is 2",
+            "pp is 2 but ZeRO 2 and 3 train without pp: use --dp",
         ),
-        ({"plan": {"adapt_costs": True}}, "costs of models that train whole"),
-        ({"topology": {"tp": 2}}, "whose runs have no tp"),
+        ({"plan": {"adapt_costs": True}}, "adapt_costs is True but times are fitted to models that train whole"),
+        ({"topology": {"tp": 2}}, "tp is 2 but transformers computes layers on one rank"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused_with_what_to_do(

@@ -67,7 +67,7 @@ def test_what_a_run_refuses_no_plan_is_made_of(tmp_path: Path, capsys: pytest.Ca
         assert cli.main(command) == 2
         said.append(capsys.readouterr().err)
     assert said[0] == said[1]
-    assert "computed by transformers, whose runs have no the distributed optimizer" in said[0]
+    assert "distributed is True but only megatron-core's models have it" in said[0]
 
 
 def test_a_plan_bounds_rows_that_masks_keep_apart_as_a_run_does(
@@ -91,8 +91,8 @@ def test_tp_that_nothing_names_is_said_to_be_the_default(tmp_path: Path, capsys:
     job = tmp_path / "job.toml"
     job.write_text(job.read_text().replace("tp = 1\n", ""))
     assert cli.main(["plan", *given]) == 2
-    assert "whose runs have no tp: leave it out" in (said := capsys.readouterr().err)
-    assert "tp is 2, also where nothing names it: name 1 (--tp 1)" in said
+    assert "tp is 2 but transformers computes layers on one rank" in (said := capsys.readouterr().err)
+    assert "give --tp 1, also if nothing names tp" in said
     assert cli.main(["plan", *given, "--tp", "1"]) == 0
 
 

@@ -97,7 +97,7 @@ def test_usual_schedules_beside_ours_keep_the_vocabulary_whole() -> None:
         (
             {"vocabulary_parallel": "head"},
             {"model": {"num_decoder_layers": 4}},
-            "which a model with a decoder side does not",
+            "a model with a decoder side keeps it whole",
         ),
     ],
 )
@@ -114,8 +114,8 @@ def test_who_keeps_a_vocabulary_whole_says_so(
 def test_jobs_with_adapters_or_an_engine_keep_it_whole() -> None:
     config = configured({"vocabulary_parallel": "head"})
     others = {
-        "which a model with adapters does not": replace(config, lora=replace(config.lora, enabled=True)),
-        "which a DeepSpeed engine does not": replace(config, deepspeed=replace(config.deepspeed, config="ds.json")),
+        "a model with adapters keeps it whole": replace(config, lora=replace(config.lora, enabled=True)),
+        "a DeepSpeed engine keeps it whole": replace(config, deepspeed=replace(config.deepspeed, config="ds.json")),
     }
     for refusal, other in others.items():
         with pytest.raises(ConfigError, match=refusal):
