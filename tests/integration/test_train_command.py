@@ -213,24 +213,18 @@ def test_the_costs_of_a_run_make_another_run_plan_alike(train: Train, tiny: Path
         assert again[name] == first[name]
 
 
-def test_pairs_in_xz_train_with_the_loss_by_samples(train: Train, tiny: Path, tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl.xz"
-    with lzma.open(path, "wt") as file:
-        for i in range(24):
-            file.write(json.dumps({"input": f"add {i} and {i}" * (1 + i % 5), "target": str(2 * i)}) + "\n")
+def test_pairs_in_xz_and_zst_train_in_bfloat16_with_unequal_stages_and_the_loss_by_samples(
+    train: Train, tiny: Path, tmp_path: Path
+) -> None:
+    for name, opened in (("pairs.jsonl.xz", lzma.open), ("pairs.jsonl.zst", zstandard.open)):
+        with opened(tmp_path / name, "wt") as file:
+            for i in range(24):
+                file.write(json.dumps({"input": f"add {i} and {i}" * (1 + i % 5), "target": str(2 * i)}) + "\n")
     (tmp_path / "by-samples.toml").write_text(tiny.read_text() + 'loss_norm = "samples"\n')
-    flags = ("--data", str(path), "--batch-size", "8", "--layout", "padded")
+    flags = ["--data", str(tmp_path / "pairs.jsonl.xz"), str(tmp_path / "pairs.jsonl.zst"), "--batch-size", "8"]
+    flags += ["--layout", "padded", "--dtype", "bfloat16", "--layers-per-stage", "1,2"]
     report = train(*flags, config=tmp_path / "by-samples.toml")
     assert (report["loss_norm"], report["layout"]) == ("samples", "padded")
-    assert all(math.isfinite(loss) for loss in report["losses"])
-
-
-def test_text_in_zst_trains_in_bfloat16_with_unequal_stages(train: Train, tmp_path: Path) -> None:
-    path = tmp_path / "text.jsonl.zst"
-    with zstandard.open(path, "wt") as file:
-        for i in range(24):
-            file.write(json.dumps({"text": f"line {i} of a text. " * (1 + i % 7)}) + "\n")
-    report = train("--data", str(path), "--dtype", "bfloat16", "--layers-per-stage", "1,2", "--layout", "packed")
     assert report["layers_per_stage"] == [1, 2]
     assert report["model"]["dtype"] == "bfloat16"
     assert all(math.isfinite(loss) for loss in report["losses"])
