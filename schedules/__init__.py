@@ -1,4 +1,3 @@
-"""From lengths to a planned step. In: the sample lengths of a global batch and a cost model. Out: a `StepPlan`, micro-
-batches and an order for every replica with its prediction and bounds. `planner.py` is the way in; planner processes
-call it.
-"""
+"""Planning of steps. In: the sample lengths of a global batch and a cost model. Out: a `StepPlan`, which has
+micro-batches, an order of actions for every replica, its prediction and bounds. `planner.py` is the way in; planner
+processes call it."""

@@ -13,7 +13,7 @@ _PATTERN = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})", re.ASCII)
 
 
 class Kind(Enum):
-    """Kinds of work on a stage, named as torch.distributed.pipelining does."""
+    """Kinds of actions, named as in torch.distributed.pipelining. A B is a full backward; I and W are its two parts."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -38,7 +38,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what `str` writes. Raises PlanError."""
+        """Return the action of a text such as "2F0", which `str` writes. Raises PlanError for any other text."""
         match = _PATTERN.fullmatch(text)
         if not match:
             raise PlanError(f"action {short(text)} is not of the form 2F0 (stage, one of F B I W, micro-batch)")
@@ -47,10 +47,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """The actions of each pipeline rank in order. `stage_ranks[stage]` is the rank that holds a stage.
+    """The actions of each pipeline rank in order, and `stage_ranks[stage]`, the rank that holds a stage.
 
-    `forward_only`: no backward is meant to follow (evaluation). Otherwise a schedule without backwards is rejected when
-    it is validated or lowered.
+    `forward_only`: no backward is to follow (evaluation). Otherwise a schedule without backwards is rejected when it is
+    validated or lowered.
     """
 
     name: str
@@ -72,10 +72,10 @@ class PipelineSchedule:
         return any(action.kind is Kind.BACKWARD_INPUT for rank in self.ranks for action in rank)
 
     def to_lines(self) -> list[list[str]]:
-        """Return the actions as text, one list per rank."""
+        """Return the actions as text, one list per rank, such as ["0F0", "0B0"]."""
         return [[str(action) for action in rank] for rank in self.ranks]
 
 
 def make_linear_schedule(name: str, stages: Sequence[Sequence[Action]]) -> PipelineSchedule:
-    """Return a schedule with stage s on rank s."""
+    """Return a schedule of the actions of each stage, with stage s on rank s."""
     return PipelineSchedule(name, tuple(tuple(stage) for stage in stages), tuple(range(len(stages))))

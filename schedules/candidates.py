@@ -45,8 +45,9 @@ _MAY_BE_OFF = 1 / 64
 
 @dataclass(frozen=True, slots=True)
 class PlanCandidate:
-    """A way to plan a step. It takes about `expected_ns`, and no less than `least_ns`: of whole samples the work of the
-    busiest replica, a lower bound; of pieces a little less than the time that is hoped for."""
+    """A way to plan a step: `plan` does it, at one context-parallel degree, with whole samples or `in_pieces`.
+    `expected_ns`: about the step's time. If another plan takes at most `least_ns`, this one is not tried. For whole
+    samples that is the work of the busiest replica, for pieces a little less than the hoped-for time."""
 
     cp_degree: int
     in_pieces: bool
@@ -56,10 +57,10 @@ class PlanCandidate:
 
 
 def plan_fastest(problems: Sequence[StepProblem], samples: list[SampleLength], step: int) -> StepPlan:
-    """Return the plan that ends first; of equals that of the smaller degree, then that of whole samples.
+    """Return the plan that ends first; of equals, that of the smaller degree, then that of whole samples.
 
-    The most promising candidate is planned first. Each other one is planned only if it may still be faster. Raises
-    PlanError if there is no plan, as whole samples of the smallest degree raise it.
+    The most promising candidate is planned first, and each other one only if it may still be faster. Raises PlanError
+    if there is no plan: that of the smallest degree, of whole samples if they were tried.
     """
     candidates: list[PlanCandidate] = []
     refusals: dict[tuple[int, bool], PlanError] = {}
@@ -88,7 +89,8 @@ def plan_fastest(problems: Sequence[StepProblem], samples: list[SampleLength], s
 def list_candidates(
     problem: StepProblem, samples: list[SampleLength], step: int, *, are_several: bool
 ) -> list[PlanCandidate]:
-    """List the ways to plan a step at one degree. Raises PlanError if the pieces that are asked for have no price."""
+    """List the ways to plan a step at one degree; of pieces, other sizes if degrees `are_several`. Raises PlanError if
+    pieces of a given size have no price."""
     rules, cp_degree = problem.rules, problem.topology.width
     plan_whole = partial(_plan_whole, problem, samples, step)
     longest = max(s.encoder for s in samples)
@@ -252,13 +254,13 @@ def refit(problem: StepProblem, before: StepPlan) -> StepPlan:
 
 
 def plan_forwards(problem: StepProblem, replicas: Replicas, step: int) -> StepPlan:
-    """Return the forward-only step of these replicas, each in a good order."""
+    """Return the forward-only step of these replicas, each with its micro-batches in a good order."""
     ordered = order_forwards(replicas, problem.costs, problem.topology.stage_ranks)
     return predict_step(problem, *ordered, step=step)
 
 
 def search_step(problem: StepProblem, proposals: Sequence[Proposal], step: int) -> StepPlan:
-    """Return the best plan that a search from these proposals finds."""
+    """Return the best plan of a search that begins with each of these proposals."""
     replicas, schedules, priced = _search(problem, proposals)
     if problem.forward_only:
         # Searched with backwards that take no time: good cuts and replicas, in another order.
@@ -308,7 +310,8 @@ def _reorder_in_rounds(problem: StepProblem, plan: StepPlan) -> StepPlan:
 def reorder_in_rounds(
     schedule: PipelineSchedule, costs: MicroBatchCosts, limit_bytes: int, noise: float
 ) -> PipelineSchedule:
-    """Return the schedule, or its micro-batches in rounds if they end earlier; under noise, by the mean."""
+    """Return the schedule, or its micro-batches in rounds of interleaved 1F1B if these fit and end earlier. With
+    `noise`, mean makespans are compared."""
     if not costs.num_micro_batches:
         return schedule
     order = [a.micro_batch for a in schedule.ranks[0] if a.stage == 0 and a.kind is Kind.FORWARD]
@@ -341,7 +344,7 @@ def predict_step(
     *,
     step: int,
 ) -> StepPlan:
-    """Return the plan with its predictions, without bounds."""
+    """Return the plan of these replicas and schedules with its predictions, without bounds."""
     priced = tuple(priced or price_replicas(problem.costs, replicas))
     limit, cores, rules = problem.limit_bytes, problem.cores, problem.rules
     predictions = predict(replicas, schedules, priced, cores=cores, memory_limit_bytes=limit)

@@ -22,14 +22,14 @@ _FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.BACKWARD_INPUT: "=", Kind.B
 
 
 def format_lines(schedule: PipelineSchedule) -> str:
-    """Write a line per pipeline rank: its number, a colon, its actions in order. parse_lines reads it back."""
+    """Return the schedule as text, a line per pipeline rank: its number, a colon, and its actions in order."""
     return "".join(" ".join([f"{rank}:", *map(str, actions)]) + "\n" for rank, actions in enumerate(schedule.ranks))
 
 
 def parse_lines(text: str, name: str = "schedule") -> PipelineSchedule:
-    """Read the schedule of `format_lines`; a stage is on the rank whose line names it.
+    """Return the schedule of a text by `format_lines`; a stage is on the rank whose line names it.
 
-    Empty lines and # comments are skipped. The order may not be able to run: see validate. Raises PlanError naming the
+    Empty lines and # comments are skipped; `validate` checks whether the order can run. Raises PlanError naming the
     line: a rank out of turn, a word that is not an action, a stage on two ranks or on none.
 
     >>> parse_lines("0: 0F0 0B0\\n1: 1F0 1B0").stage_ranks
@@ -46,7 +46,7 @@ def parse_lines(text: str, name: str = "schedule") -> PipelineSchedule:
 
 
 def to_csv(schedule: PipelineSchedule) -> str:
-    """Write the schedule as torch's `_load_csv` reads it. The actions say where stages are; the name is left out.
+    """Return the schedule as CSV for torch's `_load_csv`: a row of actions per rank. The schedule's name is left out.
 
     >>> from dynapipe_ext.schedules.published.zero_bubble import zb_h1
     >>> print(to_csv(zb_h1(2, 1)), end="")
@@ -57,10 +57,10 @@ def to_csv(schedule: PipelineSchedule) -> str:
 
 
 def from_csv(text: str, name: str = "schedule") -> PipelineSchedule:
-    """Read the schedule of `to_csv`, or of torch's `_dump_csv`, whose empty cells are steps without work.
+    """Return the schedule of a CSV by `to_csv`, or by torch's `_dump_csv`, whose empty cells are steps without work.
 
-    A stage is on the rank whose row names it. The order may not be able to run: see validate. Raises PlanError naming
-    row and cell (both from 1): communication or another text that is not an action, a stage on two ranks or on none.
+    A stage is on the rank whose row names it; `validate` checks whether the order can run. Raises PlanError naming row
+    and cell (both from 1): communication or another text that is not an action, a stage on two ranks or on none.
 
     >>> from_csv("0F0,,0B0\\n1F0,1B0\\n").to_lines()
     [['0F0', '0B0'], ['1F0', '1B0']]
@@ -104,7 +104,7 @@ def _make_schedule(rows: Sequence[_Row], name: str) -> PipelineSchedule:
 
 
 def draw(schedule: PipelineSchedule, trace: Trace, *, width: int) -> str:
-    """Draw a picture for terminals: a row per rank, columns in proportion to time, `width` columns for the makespan.
+    """Return a picture for terminals: a row per rank, `width` characters wide, in proportion to time.
 
     F of micro-batch 3 is "3---", B "3'==", I "3i==", W "3w~~"; idle time is dots. If ranks hold several stages, the
     stage comes first ("1.3---") if it fits into every action. An action too short for its label shows as much of it as
@@ -116,7 +116,7 @@ def draw(schedule: PipelineSchedule, trace: Trace, *, width: int) -> str:
 
 
 def draw_cells(schedule: PipelineSchedule, trace: Trace, *, width: int) -> list[list[tuple[str, Kind | None]]]:
-    """Return the rows of `draw` as texts: an action's with its kind, or dots and None while the rank is idle."""
+    """Return the rows of `draw` as pairs: an action's text and kind, or dots and None while the rank is idle."""
     start_s = min((span.start_s for span in trace.spans), default=0.0)
     scale = width / trace.makespan_s if trace.makespan_s > 0 else 0.0
     columns: list[list[tuple[int, int, Action]]] = [[] for _ in schedule.ranks]
@@ -154,10 +154,10 @@ def plan_json(
 ) -> dict[str, Any]:
     """Return a step's plan for people and tools: format dynapipe-plan/1, ready for json.dump.
 
-    `in_flight_bytes` [dp_rank][pp_rank] are of buffers that only instructions have; `certificate` adds all bounds. A
-    micro-batch whose first document is a piece of a long sample says which: "carried" is [start, end] in positions.
-
-    Raises PlanError for a plan that cuts samples in another way (fixed rows) and for one of ranks that share cores.
+    `in_flight_bytes[dp_rank][pp_rank]`: message buffers, which are known once the plan is lowered to instructions.
+    `certificate` adds all bounds. A micro-batch whose first document is a piece of a long sample has "carried": [start,
+    end] of the piece in positions. Raises PlanError for samples cut in another way (fixed rows), and for ranks that
+    share cores.
     """
     _check_whole_samples(step_plan)
     if step_plan.cores is not None:

@@ -1,6 +1,6 @@
-"""Placements of layers: of stages on ranks, and of layers on stages, tried on real batches before a run.
+"""Search of placements before a run, on some of its batches: of stages on ranks, and of layers on stages.
 
-A placement is fixed for a run. Each candidate is judged by the steps that the run would have. Layers then move between
+A placement is fixed for a run. Each one is judged by the steps that the run would have. Layers then move between
 stages, one or half of one at a time, for as long as that shortens the steps. Of the possible moves only those are
 planned that leave the busiest rank the least work: no plan of the same micro-batches is shorter than that work.
 """
@@ -32,10 +32,10 @@ _IDLE = 1 / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementTrial:
-    """Steps of the sampled batches under one topology. `makespan_s` is their sum, of means under timing noise
-    (`Planner.noise`); the peak is the largest rank's.
+    """Figures of the sampled batches' steps under one topology. `makespan_s`: their sum, of means under timing noise
+    (`Planner.noise`). `peak_bytes`: of the fullest rank. `bubble_ratio`: the mean of all steps.
 
-    `refusal` says why no plan was found; the figures are then infinite and 0.
+    `refusal`: why no plan was found, or ""; `makespan_s` is then infinite, and the other figures are 0.
     """
 
     topology: Topology
@@ -47,11 +47,11 @@ class PlacementTrial:
 
 @dataclass(frozen=True, slots=True)
 class PlacementSearch:
-    """Search of the topologies with the degrees of `base`, on the same batches.
+    """Search of the topologies that have the degrees of `base`, each judged on the same `batches`.
 
-    `planner_over` returns the planner of a topology, and `step_of` the step that it makes of a batch (or raises
-    PlanError or VerificationError). With `halves`, stages may begin and end between attention and MLP. Placements are
-    tried under each of the `vocabularies`.
+    `planner_over` returns the planner of a topology, and `step_of` its step for one batch (or raises PlanError or
+    VerificationError). With `halves`, stages may begin and end between attention and MLP. Each placement is tried under
+    each of the `vocabularies`.
     """
 
     base: Topology
@@ -63,10 +63,10 @@ class PlacementSearch:
     vocabularies: Sequence[Vocabulary] = ("whole",)
 
     def list_trials(self, names: Sequence[PlacementName]) -> tuple[PlacementTrial, ...]:
-        """Return the best trial of every placement, the best first, without placements that the model cannot fill.
+        """Return the best trial of every placement, the fastest first, without placements that the model cannot fill.
 
-        If ranks with several stages idle for much of the step, as with few micro-batches, the better such placement is
-        tried with more stages per rank as well, which fill and drain in less time.
+        The fastest placement with several stages per rank may idle for much of the step, as with few micro-batches. It
+        is then tried with more stages per rank as well, which fill and drain in less time.
 
         Raises PlanError if no placement has a plan, with the reason of the first; ConfigError if none can be made.
         """
@@ -163,7 +163,7 @@ def _list_neighbours(topology: Topology, *, halves: bool) -> Iterator[Topology]:
 
 
 def sample_batches(num_batches: int) -> tuple[int, ...]:
-    """Return the numbers of a few batches spread evenly over an epoch.
+    """Return the indices of up to 3 batches, evenly spread over the `num_batches` of an epoch.
 
     >>> sample_batches(100), sample_batches(2)
     ((0, 33, 66), (0, 1))

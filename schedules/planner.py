@@ -1,4 +1,4 @@
-"""The planner: from the lengths of a global batch to micro-batches, replicas and schedules, judged together."""
+"""The planner: from the lengths of a global batch to micro-batches, replicas and schedules, chosen together."""
 
 from __future__ import annotations
 
@@ -37,20 +37,19 @@ from dynapipe_ext.settings.plan_rules import PlanRules, check_placed, check_rule
 class Planner(PlanRules):
     """Plans steps. A plan is a pure function of the planner, the samples' lengths and the step.
 
-    The rules of its plans are those of `PlanRules`, each a keyword: `Planner(topology, costs, 64e9, layout="packed")`.
-    `costs` price micro-batches on every stage of `topology`. A cost model of one's own needs `num_stages`, `evaluate`
-    and `fingerprint`, and is held as `UserCosts`. No pipeline rank exceeds `memory_limit_bytes`.
+    The fields of `PlanRules` are keywords, too: `Planner(topology, costs, 64e9, layout="packed")`. `costs` price
+    micro-batches on every stage of `topology`. A cost model of one's own needs `num_stages`, `evaluate` and
+    `fingerprint`, and is held as `UserCosts`. No pipeline rank exceeds `memory_limit_bytes`. `seed` is for the search.
 
-    `format` and `collectives` describe what ranks send and what replicas issue together. Plans are made without them;
-    they are needed to lower plans to instructions and to prove these. `collectives` may stay out for one replica, and
-    if the costs know them. `num_cores` is for ranks that share CPU cores: how many all ranks have together. A step
-    then takes at least its work over the cores, so the search looks for the least work first, and predictions are
-    those of shared cores. None: each rank has a core or a device of its own. `for_forwards` returns the planner of
-    evaluation.
+    `format` and `collectives` describe the messages between ranks, and what replicas issue together. Plans are made
+    without them, but they are needed to lower plans to instructions and to prove these. `collectives` may be left out
+    for one replica, or if the costs have them. `num_cores`: CPU cores of all ranks together, if ranks share cores
+    (None: each has a core or a device of its own). A step then takes at least its work divided by the cores, so the
+    search looks for the least work first. Predictions are those of shared cores.
 
-    A replica is a context-parallel group of `topology.width` data parallel ranks. Given `widths`, each step takes the
-    degree whose plan ends first. Costs are of one rank at that degree (`CostModel.at_width`). Equal counts hold between
-    the replicas of a step: not for one replica of all ranks, nor if only the ranks of a group share experts.
+    A replica is a context-parallel group of `topology.width` data parallel ranks. Given `widths`, each step has the
+    degree whose plan ends first. Costs are those of one rank at that degree (`CostModel.at_width`). Equal counts hold
+    between the replicas of a step, but not if one replica has all ranks, or if only the ranks of a group share experts.
     """
 
     topology: Topology
@@ -83,11 +82,11 @@ class Planner(PlanRules):
 
     @property
     def allowed_widths(self) -> tuple[int, ...]:
-        """Data parallel ranks that a replica of a step may have."""
+        """The context-parallel degrees that a step may have: data parallel ranks per replica, ascending."""
         return self.widths or (self.topology.width,)
 
     def _frees_counts(self, width: int) -> bool:
-        """Return whether steps of this width may have any counts, if those of width 1 need equal ones."""
+        """Return whether steps at this degree may have any counts, if those at degree 1 need equal ones."""
         if width == 1 or width == self.topology.dp:
             return width > 1
         collectives = self.collectives or self.costs.facts.replica_collectives or ReplicaCollectives()
@@ -133,7 +132,7 @@ class Planner(PlanRules):
 
     @property
     def shared_cores(self) -> SharedCores | None:
-        """The cores that ranks share; None if each has one of its own."""
+        """The CPU cores that ranks share; None if each rank has one of its own."""
         if self.num_cores is None or self.num_cores >= self.topology.world_size:
             return None
         return SharedCores(self.num_cores, self.topology.tp * self.topology.width)
@@ -143,9 +142,9 @@ class Planner(PlanRules):
         return self.costs.facts.forwards_alone
 
     def for_forwards(self) -> Planner:
-        """Return the planner of evaluation on the same ranks, for loaders of their own: forward-only steps.
+        """Return the planner of forward-only steps (evaluation) on the same ranks, for loaders of their own.
 
-        Micro-batches are cut again, as nothing is held between F and B. What concerns backwards falls away.
+        Micro-batches are cut again, as nothing is held between F and B. Rules of backwards take their defaults.
         """
         if self.forward_only:
             return self
@@ -161,8 +160,8 @@ class Planner(PlanRules):
 
     @property
     def replica_collectives(self) -> ReplicaCollectives:
-        """The collectives that the run issues over replicas, as given or as the costs say. Raises ConfigError if
-        neither does: with several replicas, a plan cannot be proven without them."""
+        """The collectives that the run issues over replicas: `collectives`, or those of the costs. Raises ConfigError
+        if neither is known: with several replicas, a plan cannot be proven without them."""
         if collectives := self.collectives or self.costs.facts.replica_collectives:
             return collectives
         if self.topology.dp == 1:
@@ -187,13 +186,13 @@ class Planner(PlanRules):
     def replan(
         self, plan: StepPlan, lengths: Sequence[SampleLength] | Sequence[int] | LengthArray, *, reserve_bytes: int
     ) -> StepPlan:
-        """Return a plan of the same samples and step that leaves `reserve_bytes` of every rank free, for buffers of
-        messages that turn out to need memory.
+        """Return a plan of the same samples and step that leaves `reserve_bytes` of every rank free, for message
+        buffers that turn out to need memory.
 
-        The adaptive planner keeps the micro-batches. It searches only those replicas again that no longer fit, over
-        recomputation, order and dispatch, with a part of the effort. It plans the batch again if that fails, and for
-        published schedules, samples in pieces and forward-only steps, at other degrees if none fits at the plan's. The
-        certificate's bounds hold for the full memory limit. Raises PlanError if nothing fits.
+        Under the adaptive schedule the micro-batches stay. Only those replicas that no longer fit are searched again,
+        over recomputation, order and dispatch, with a part of the effort. If that fails, the batch is planned again, as
+        it is for published schedules, samples in pieces and forward-only steps; at other degrees if none fits at the
+        plan's. The certificate's bounds hold for the full memory limit. Raises PlanError if nothing fits.
         """
         samples = as_samples(lengths)
         _check_count("reserve_bytes", reserve_bytes)
@@ -210,13 +209,13 @@ class Planner(PlanRules):
         return self._certify(refitted or next(make_possible(again)), samples)
 
     def forwards_like(self, plan: StepPlan) -> StepPlan:
-        """Return the forward-only step of the very micro-batches of a training step, each on its replica, in an order
-        of their own.
+        """Return the forward-only step of a training step's own micro-batches, each on its replica, in an order of
+        their own.
 
         So a pass before the step (old or reference log probabilities) computes every position in the same row as the
-        step's forward does, and gives the same bits. `for_forwards` cuts again, for evaluation.
+        step's forward does, with bitwise identical results. `for_forwards` cuts again, for evaluation.
 
-        Raises PlanError for pieces of long samples, for heads in slices, and for micro-batches that do not fit so.
+        Raises PlanError for pieces of long samples, for heads in slices, and if the micro-batches do not fit.
         """
         forwards = self.for_forwards()
         for m in plan.batch.micro_batches:
@@ -253,7 +252,7 @@ class Planner(PlanRules):
         return replace(plan, predictions=predictions, certificate=certificate)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that changes a plan; `from_json` makes an equal planner in another process."""
+        """Return everything that changes a plan; `from_json` makes an equal planner in another process."""
         return {
             **self.as_keywords(),
             "memory_limit_bytes": self.memory_limit_bytes,
@@ -307,7 +306,7 @@ def _check_types(planner: Planner) -> None:
 
 
 def _check_pieces(problems: Iterable[StepProblem]) -> None:
-    """Check that costs price the pieces that the rules of a degree have. Raises ConfigError."""
+    """Raise ConfigError if the rules of a degree have pieces and the costs have no prices for them."""
     for rules, costs in ((problem.rules, problem.costs) for problem in problems):
         if rules.pieces != "off" and not costs.facts.prices_pieces:
             raise ConfigError(
@@ -318,7 +317,7 @@ def _check_pieces(problems: Iterable[StepProblem]) -> None:
 
 
 def _list_faults(planner: Planner) -> Iterator[str]:
-    """Yield what is wrong with limits, degrees and collectives, alone, together and for these costs."""
+    """Yield what is wrong with limits, degrees and collectives, each by itself, together and with these costs."""
     limit, seed, cores = planner.memory_limit_bytes, planner.seed, planner.num_cores
     widths, topology = planner.widths, planner.topology
     if not isinstance(limit, int | float | np.integer) or isinstance(limit, bool) or not 1 <= limit <= NO_LIMIT_BYTES:

@@ -1,7 +1,7 @@
-"""The planning call of any loop: from lengths to partitions over replicas, micro-batches and a plan.
+"""One call that plans for any training loop: from lengths to each replica's samples, micro-batches and a plan.
 
-A pure function over `Planner`, for loops that keep their own data, model and schedule. It starts no process and imports
-no torch.
+It is a pure function over `Planner`, for loops that keep their own data, model and schedule. It starts no process and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SampleGroups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class PlannedMicroBatches:
-    """The result of `plan_micro_batches`. Entry d of each tuple belongs to replica d; samples go by their indices.
+    """The result of `plan_micro_batches`. Entry d of each tuple belongs to replica d; samples are given by index.
 
     `plan` has the same micro-batches as values (`plan.batch`), their order of actions on every pipeline rank, the
     prediction and the bounds. `planner` made it.
@@ -47,7 +47,7 @@ class PlannedMicroBatches:
 
     @property
     def micro_batches(self) -> tuple[SampleGroups, ...]:
-        """The samples of each micro-batch, in the order in which micro-batches enter the pipeline."""
+        """The sample indices of each replica's micro-batches, in injection order: [replica][micro-batch][sample]."""
         return tuple(
             tuple(tuple(s.index for s in m.samples) for m in replica.micro_batches)
             for replica in self.plan.batch.replicas
@@ -55,12 +55,12 @@ class PlannedMicroBatches:
 
     @property
     def partitions(self) -> SampleGroups:
-        """The samples of each replica, micro-batch after micro-batch; a sample in pieces is listed once."""
+        """The sample indices of each replica, micro-batch after micro-batch; a sample in pieces is listed once."""
         return tuple(tuple(dict.fromkeys(i for group in groups for i in group)) for groups in self.micro_batches)
 
     @property
     def local_micro_batches(self) -> tuple[SampleGroups, ...]:
-        """The micro-batches as positions in the replica's partition."""
+        """`micro_batches` with each sample's position in its replica's partition in place of its index."""
         places = [dict(zip(partition, count(), strict=False)) for partition in self.partitions]
         return tuple(
             tuple(tuple(place[i] for i in group) for group in groups)
@@ -72,24 +72,24 @@ class PlannedMicroBatches:
         return tuple(len(replica.micro_batches) for replica in self.plan.batch.replicas)
 
     def forwards(self) -> StepPlan:
-        """Return the same micro-batches for a forward-only pass, in a good order (`Planner.forwards_like`).
+        """Return a forward-only plan of the same micro-batches, in a good order of their own (`Planner.forwards_like`).
 
-        Old and reference log probabilities from it have the bits of the step's own forward, so the first ratio of new
-        to old ones is exactly 1.
+        Old and reference log probabilities from it are bitwise those of the step's own forward, so the first ratio of
+        new to old probabilities is exactly 1.
         """
         return self.planner.forwards_like(self.plan)
 
     def shares(self, counts: Any = None) -> tuple[tuple[float, ...], ...]:
-        """Return the share of each micro-batch's own mean in the loss of the step, by replica; they add up to 1.
+        """Return the share of each micro-batch's own mean in the loss of the step, [replica][micro-batch]; they add up
+        to 1.
 
-        `counts`, a list or an array, say what the loss is divided by, a number for each sample in the order of the
-        lengths: None for its target tokens (a mean over tokens), 1 for each (a mean over sequences), the tokens that a
-        filter leaves, or a group's weight. A micro-batch's own mean is that over the same counts; if these are 0, so
-        is its share. The sum of share x mean is then the loss, whatever the plan. A loop that averages over its
-        micro-batches and over replicas multiplies each share by their numbers, `num_micro_batches[d]` x
-        `len(partitions)`.
+        `counts`, a list or array with a number for each sample in the order of the lengths, are what the loss is
+        divided by. None: target tokens (a mean over tokens); 1 for each: a mean over sequences; or the tokens that a
+        filter leaves, or a group's weight. A micro-batch's own mean is over the same counts; if these are 0, so is its
+        share. The sum of share x mean is then the loss, whatever the plan. A loop that averages over its micro-batches
+        and over replicas multiplies each share by their numbers, `num_micro_batches[d]` x `len(partitions)`.
 
-        Raises ConfigError for counts that are not one number from 0 on per sample, or are all 0.
+        Raises ConfigError for counts that are not one number from 0 on per sample, or are all 0, and for pieces.
         """
         replicas = self.plan.batch.replicas
         if counts is None:
@@ -125,20 +125,20 @@ def plan_micro_batches(
     memory_limit_bytes: float | None = None,
     **rules: Any,
 ) -> PlannedMicroBatches:
-    """Plan the micro-batches of one step over the replicas of `topology`: packed rows unless `layout` says "padded".
+    """Plan the micro-batches of one step over the replicas of `topology`: packed rows unless `layout` is "padded".
 
     `costs` are a cost model, or describe the model: an `Architecture`, or the content of a config.json. A described
-    model is counted in 16 bits, with sequence parallelism and a distributed optimizer, at 350 TFLOP/s per device,
-    0.1 ms per action and 0.06 ms per layer.
-    No micro-batch has more than `max_tokens` positions, and no rank more than `memory_limit_bytes`: give either or
-    both. The `rules` are those of `PlanRules`. Four defaults differ: layout "packed"; `pad_multiple` 1, as the loop
-    pads and counts that in its lengths; recompute "none", the one kind of the loop's model; `effort` 500.
-    With replica_counts "equal" every replica has as many micro-batches: where replicas meet inside these (experts or
-    ZeRO 2 and 3 over replicas), and in loops that ask for it. Else counts may differ, and of fewer samples than
-    replicas some get none.
+    model is counted in 16 bits, with sequence parallelism and a distributed optimizer, at 350 TFLOP/s per device, 0.1
+    ms per action and 0.06 ms per layer. No micro-batch has more than `max_tokens` positions, and no rank more than
+    `memory_limit_bytes`: give either or both.
 
-    Errors: PlanError for no samples, for a sample above a limit, by name, and for fewer samples than replicas of equal
-    counts; DataError for bad lengths; ConfigError for settings.
+    The `rules` are those of `PlanRules`. Four defaults differ: layout "packed"; `pad_multiple` 1, as the loop pads and
+    counts that in its lengths; recompute "none", the one mode of the loop's model; `effort` 500. With replica_counts
+    "equal" all replicas have equally many micro-batches: for collectives of replicas inside these (experts, or ZeRO 2
+    and 3), or because the loop asks for it. Otherwise counts differ freely, and may be 0.
+
+    Raises PlanError for no samples, for a sample above a limit, which it names, and for fewer samples than replicas of
+    equal counts; DataError for bad lengths; ConfigError for settings.
     """
     if memory_limit_bytes is None and not max_tokens:
         raise ConfigError(

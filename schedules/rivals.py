@@ -1,5 +1,5 @@
-"""The strongest ways to train the same samples without this planner. Every comparison lists its rivals here, and picks
-the best of them here."""
+"""The strongest ways to train the same samples without this planner: the list for all comparisons, and the choice of
+the best."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _EVEN = 0.0005  # a difference below this share would be written as 0.0 %
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """Packed rows under a published schedule, on the placement of that schedule, with even layers unless the job has
-    that placement itself."""
+    """Packed rows under a published schedule, on the placement of that schedule. Layers are even unless the job itself
+    has that placement. `detail` says in words how it trains."""
 
     name: str
     detail: str
@@ -23,8 +23,7 @@ class Rival:
 
     @property
     def rules(self) -> dict[str, Any]:
-        """Keywords of `PlanRules`: of several row lengths, orders of the rows and recomputation modes, each step takes
-        the best."""
+        """Keywords of `PlanRules`. Row length, row order and recomputation stay open: each step takes the best."""
         return {"split_policy": "packed-balanced", "layout": "packed", "schedule": self.schedule, "max_tokens": 0}
 
 
@@ -45,7 +44,7 @@ _RIVALS = (
 
 
 def list_rivals(pp: int) -> tuple[Rival, ...]:
-    """Return the rivals on this many pipeline ranks: on one, all schedules are alike.
+    """Return the rivals on `pp` pipeline ranks; on one rank all schedules are alike.
 
     >>> [rival.name for rival in list_rivals(4)]
     ['packed 1F1B', 'packed interleaved 1F1B', 'packed ZB-V']
@@ -65,7 +64,7 @@ def pick_best_rival(step_s: Mapping[str, float]) -> str:
 
 
 def describe_gain(ours_s: float, step_s: Mapping[str, float]) -> str:
-    """Say how much less time a step of ours takes than one of the best rival, or how much more.
+    """Return a phrase: how much less time, or more, a step of ours takes than one of the best rival.
 
     >>> describe_gain(1.9, {"packed 1F1B": 2.5, "packed ZB-V": 2.0})
     '5.0 % less time than the best rival, packed ZB-V'

@@ -1,4 +1,4 @@
-"""A planned step: micro-batches, a schedule for each replica, and predictions of both."""
+"""A planned step: micro-batches, a schedule for each replica, and the predictions of both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The predicted step of one replica; `peak_bytes` is per pipeline rank."""
+    """The predicted step of one replica. `peak_bytes`: the most that each pipeline rank holds at any time.
+    `lower_bound_ns`: of its makespan, in any order of its micro-batches; 0 before `certify`."""
 
     makespan_ns: int
     lower_bound_ns: int
@@ -42,10 +43,10 @@ class Prediction:
 class StepPlan:
     """A planned global batch; entry d of each tuple belongs to replica d.
 
-    `costs`: of the replica's micro-batches, evaluated once for all that judge, lower or show the plan.
-    `predictions`: of the schedule only. Buffers in flight are not in them: they come with its instructions.
-    `cores`: the cores that the predicted ranks share; None: each has one, or a device, of its own.
-    `certificate`: the bounds of the step; None before `certify`.
+    `costs`: of the replica's micro-batches, priced once for all that judge, lower or show the plan. `predictions`: of
+    the schedule only, without buffers of messages in flight, which come with its instructions. `cores`: those that the
+    predicted ranks share; None: each has one, or a device, of its own. `certificate`: the bounds of the step; None
+    before `certify`.
 
     Raises PlanError if some replicas are forward-only and others are not.
     """
@@ -67,12 +68,12 @@ class StepPlan:
 
     @property
     def width(self) -> int:
-        """Data parallel ranks of each replica."""
+        """Number of data parallel ranks of each replica: the context-parallel degree."""
         return self.batch.width
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """Each replica's step, simulated; one track a pipeline rank."""
+        """The simulated step of each replica: one track per pipeline rank."""
         spans = simulate_step(self.schedules, self.costs, self.cores)
         return tuple(simulate(*replica) for replica in zip(self.schedules, self.costs, spans, strict=True))
 
@@ -86,7 +87,7 @@ class StepPlan:
         return self.makespan_ns / 1e9
 
     def mean_makespan_ns(self, noise: float) -> int:
-        """Return the largest of the replicas' mean makespans over disturbed times; without noise the predicted one."""
+        """Return the largest of the replicas' mean makespans under timing noise; `noise` 0: `makespan_ns`."""
         if not noise:
             return self.makespan_ns
         priced = zip(self.schedules, self.costs, strict=True)
@@ -103,14 +104,14 @@ class StepPlan:
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle over (ranks x makespan of the slowest replica), all replicas together."""
+        """Idle time divided by (ranks of all replicas x makespan of the slowest replica)."""
         busy_ns = sum((1 - p.bubble_ratio) * p.makespan_ns * len(p.peak_bytes) for p in self.predictions)
         whole_ns = max(p.makespan_ns for p in self.predictions) * sum(len(p.peak_bytes) for p in self.predictions)
         return 1.0 - busy_ns / whole_ns if whole_ns > 0 else 0.0
 
 
 def price_replicas(costs: CostModel, replicas: Iterable[Sequence[MicroBatch]]) -> ReplicaCosts:
-    """Return the costs of every replica's micro-batches, priced all at once. Raises PlanError for one without price."""
+    """Return the costs of every replica's micro-batches, priced in one call. Raises PlanError for one without price."""
     ends = [0, *accumulate(map(len, replicas := list(replicas)))]
     priced = costs.evaluate([m for replica in replicas for m in replica])
     return tuple(priced.take(range(first, end)) for first, end in pairwise(ends))
@@ -124,7 +125,7 @@ def predict(
     cores: SharedCores | None,
     memory_limit_bytes: int | None,
 ) -> tuple[Prediction, ...]:
-    """Validate and simulate each replica's step, and return their predictions, without lower bounds.
+    """Return the prediction of each replica, validated and simulated, without lower bounds.
 
     Raises PlanError for a schedule that cannot run, or exceeds the limit (None: there is none).
     """
@@ -152,7 +153,7 @@ def predict(
 def plan_of_schedule(
     schedule: PipelineSchedule, micro_batches: Sequence[MicroBatch], costs: MicroBatchCosts, *, step: int = 0
 ) -> StepPlan:
-    """Return a step of one replica under a schedule that exists already, without lower bounds."""
+    """Return the plan of a step of one replica under a given schedule, without lower bounds."""
     predictions = predict([micro_batches], [schedule], [costs], cores=None, memory_limit_bytes=None)
     batch = GlobalBatchPlan(step=step, replicas=(ReplicaPlan(0, tuple(micro_batches)),))
     return StepPlan(batch, (schedule,), predictions, (costs,))
@@ -161,7 +162,7 @@ def plan_of_schedule(
 def simulate_step(
     schedules: Sequence[PipelineSchedule], costs: Sequence[MicroBatchCosts], cores: SharedCores | None
 ) -> tuple[list[list[SpanNs]], ...]:
-    """Return when each replica's actions run (`simulate_ns`), on ranks that share `cores` or (None) have one each."""
+    """Return each replica's spans (`simulate_ns`), on ranks that share `cores` or (None) have one each."""
     replicas = list(zip(schedules, costs, strict=True))
     return tuple(simulate_ns(*one) for one in replicas) if cores is None else simulate_shared_ns(replicas, cores)
 
@@ -169,10 +170,10 @@ def simulate_step(
 def certify(
     step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength], *, memory_limit_bytes: int | None = None
 ) -> Certificate:
-    """Return the certificate of a plan of `samples` under `costs`. Without a limit there is no byte-time bound, and the
-    batch bound is that without a limit.
+    """Return the bounds of a plan of `samples` under `costs`. Without a limit there is no byte-time bound, and the
+    batch bound is that of plans without a limit.
 
-    Raises PlanError if the weights exceed the limit, or a bound is above the makespan (a defect, never a plan).
+    Raises PlanError if the weights exceed the limit, or if a bound is above the makespan (a defect, never a plan).
     """
     pairs = zip(step_plan.schedules, step_plan.costs, strict=True)
     limit, ranks, dp = memory_limit_bytes, step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
@@ -191,7 +192,7 @@ def certify(
 
 
 def free_batch_ns(step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength]) -> int | None:
-    """Return a certificate's `free_batch_ns`: all work on one rank, over the number of ranks."""
+    """Return a certificate's `free_batch_ns`: the least work of the samples divided by the number of ranks, or None."""
     ranks = step_plan.schedules[0].stage_ranks
     work_ns = bound_batch_ns(step_plan, costs, samples, (0,) * len(ranks), 1, None)
     return None if work_ns is None else work_ns // (len(set(ranks)) * len(step_plan.schedules))
@@ -205,8 +206,8 @@ def bound_batch_ns(
     dp: int,
     memory_limit_bytes: int | None,
 ) -> int | None:
-    """Return the lower bound of all plans like this one (see `Certificate.batch_ns`) on these ranks; `costs` are of one
-    rank of each of `dp` replicas. None if no bound is known."""
+    """Return the lower bound in ns of all plans like this one (see `Certificate.batch_ns`) on `dp` replicas with these
+    ranks; `costs` are those of one rank of a replica. None if no bound is known."""
     micro_batches = step_plan.batch.micro_batches
     pieces = any(m.attention == "carried" for m in micro_batches)
     if not pieces and sum(len(m.samples) for m in micro_batches) != len(samples):

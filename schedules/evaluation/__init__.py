@@ -1,3 +1,2 @@
 """Evaluation of schedules. In: a `PipelineSchedule` and `MicroBatchCosts`. Out: its exact times, its bytes, whether it
-can run at all, and bounds that no schedule beats. The planner judges with it what the search has found.
-"""
+can run, and lower bounds of all schedules. The planner judges with it what the search has found."""

@@ -1,4 +1,4 @@
-"""Bounds that no plan beats, for a replica's orders and for all plans of a batch, and the certificate of both."""
+"""Lower bounds of the time of a replica in any order, and of all plans of a batch; the certificate of both."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _BOUNDS = ("stage_ns", "chain_ns", "heads_tails_ns", "byte_time_ns")
 class ReplicaBounds:
     """Lower bounds in ns of one replica's makespan, over all orders of its micro-batches; 0 for an idle replica.
 
-    stage: the busiest rank's work, plus the shortest time before its first action and after its last.
-    chain: the longest dependency chain of one micro-batch. heads_tails: the preemptive one-machine bound, at least
-    both. byte_time: byte-seconds that cannot be avoided over the bytes that the limit leaves free; None if no limit
-    was given, and for forward-only schedules, which hold nothing from one action to the next.
+    `stage_ns`: the busiest rank's work, plus the shortest time before its first action and after its last. `chain_ns`:
+    the longest dependency chain of one micro-batch. `heads_tails_ns`: the preemptive one-machine bound, at least both.
+    `byte_time_ns`: as `stage_ns`, but the work is the bytes x time that cannot be avoided / the free bytes under the
+    limit. None without a limit, and for forward-only schedules, which hold nothing from one action to the next.
     """
 
     stage_ns: int
@@ -43,7 +43,7 @@ class ReplicaBounds:
 
     @property
     def best_ns(self) -> int:
-        """The largest of the bounds.
+        """The largest of the four bounds.
 
         >>> ReplicaBounds(stage_ns=3, chain_ns=2, heads_tails_ns=4, byte_time_ns=5).best_ns
         5
@@ -58,10 +58,10 @@ def bound_replica(
     split: bool,
     memory_limit_bytes: int | None = None,
 ) -> ReplicaBounds:
-    """Bound all orders on this placement (a schedule, or stage -> rank); `split` allows I and W in place of B.
+    """Return the bounds of all orders on a placement (a schedule, or each stage's rank), with I and W for B if `split`.
 
     The bounds for `split` hold for schedules that split nothing, or only some backwards, as well. With
-    `memory_limit_bytes` they hold for orders whose `peak_bytes` stay within the limit on every rank.
+    `memory_limit_bytes` they hold for orders whose `compute_peak_bytes` stay within the limit on every rank.
 
     Raises PlanError if the placement does not match the costs, or nothing at all fits within the limit.
     """
@@ -144,9 +144,9 @@ _NEXT_TO_NOTHING_NS = 1e-12  # of a square, if attention took no measurable time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFloor:
-    """Least ns per pipeline rank: `work_ns`, F and B of all samples; `head_ns`, F of earlier stages before it starts;
-    `tail_ns`, B of these after it ends (0 for split backwards, as W may come last). `chain_ns`: the longest of the
-    samples' least dependency chains; with pieces, the longest sample's work on its busiest rank."""
+    """Least ns of all plans of a batch. By pipeline rank: `work_ns`, its F and B of all samples; `head_ns`, F of
+    earlier stages before it starts; `tail_ns`, their B after it ends (0 if split, as W may come last). `chain_ns`: the
+    longest of the samples' least dependency chains; with pieces, the longest sample's work on its busiest rank."""
 
     work_ns: FloatArray
     head_ns: FloatArray
@@ -154,7 +154,7 @@ class BatchFloor:
     chain_ns: float
 
     def bound_ns(self, dp: int) -> int:
-        """Return the least time of a step on `dp` replicas."""
+        """Return the least time in ns of a step on `dp` replicas."""
         whole_ns = float((np.maximum(0, self.work_ns) / dp + self.head_ns + self.tail_ns).max())
         return max(0, int(max(whole_ns, self.chain_ns)))
 
@@ -169,12 +169,13 @@ def find_batch_floor(
     pieces: bool = False,
     memory_limit_bytes: int | None = None,
 ) -> BatchFloor | None:
-    """Return least times of all plans of whole samples; the documents of a pair are bounded as if they could part.
+    """Return the least times of all plans of whole samples. The documents of a pair are bounded as if they could part.
 
     With `packed` they hold for packed and padded micro-batches, otherwise only for padded ones (and are higher on
     measured tables). `split` allows I and W in place of B. With `pieces` they hold for plans that cut long samples as
-    well. None for costs without a floor, and for no samples or samples that are cut already. Also None if a sample has
-    no shape that can be priced (or fits the limit), and with `pieces` if a measured table has no prices of them.
+    well. None without samples, for samples that are cut already, and for costs without lower bounds (`get_floor`). Also
+    None if a sample has no shape with a price (within the limit), and with `pieces` if a measured table has no prices
+    of them.
     """
     if not samples or any(sample.start for sample in samples):
         return None
@@ -323,13 +324,13 @@ def _measure_growing(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """Bounds of a step in ns; entry d of `replicas` belongs to data-parallel rank d.
+    """Bounds of a step in ns; entry d of `replicas` belongs to replica d.
 
     `batch_ns`: no plan of these samples on as many replicas ends earlier under the same memory limit, whatever its
     micro-batches, order, recomputation and replicas. It bounds padded plans (packed ones as well if this plan packs),
     with full backwards (split ones as well if it splits), of whole samples (of pieces as well if it has pieces). None
     if no such bound is known: for a cost model without a floor, or samples cut at the ends of fixed rows.
-    `free_batch_ns`: the same for layers anywhere on as many ranks and any memory, so the least work of the samples over
+    `free_batch_ns`: the same bound for any memory and with layers anywhere on as many ranks: the least work divided by
     the ranks. `certify` leaves it None; the function `free_batch_ns` computes it.
     """
 
@@ -345,12 +346,12 @@ class Certificate:
 
     @property
     def gap(self) -> float | None:
-        """Makespan over `bound_ns`, less 1; None for an empty step."""
+        """`makespan_ns` / `bound_ns` - 1; None for an empty step."""
         return _compute_gap(self.makespan_ns, self.bound_ns)
 
     @property
     def batch_gap(self) -> float | None:
-        """Makespan over `batch_ns`, less 1; None without that bound."""
+        """`makespan_ns` / `batch_ns` - 1; None without that bound."""
         return _compute_gap(self.makespan_ns, self.batch_ns)
 
 

@@ -1,4 +1,4 @@
-"""Times and memory of a schedule: validated, simulated, its peaks, and the same on shared cores."""
+"""Times and memory of a schedule: validation, simulation (also on shared CPU cores), and peaks of memory."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def validate(
     *,
     progress: bool = True,
 ) -> None:
-    """Check that every micro-batch runs F then B, or F then I then W, on each stage, and that the order has no cycle.
+    """Raise PlanError unless every micro-batch runs F then B, or F then I then W, on each stage, and the order has no
+    cycle.
 
-    In a forward-only schedule it runs F and nothing else. On each stage the forwards of a sample's pieces must run from
-    the first to the last, and their B or I from the last to the first. Callers that simulate the order next, which
-    finds a cycle as well, leave that check out with `progress=False`.
-
-    Raises PlanError naming the action, stage or micro-batch at fault.
+    In a forward-only schedule it runs F and nothing else. On each stage the forwards of a sample's pieces
+    (`sample_pieces`) must run from the first to the last, and their B or I from the last to the first. `progress=False`
+    leaves out the check for cycles, for callers that simulate the order next. The error names the action, stage or
+    micro-batch at fault.
     """
     num_stages, stage_ranks = schedule.num_stages, schedule.stage_ranks
     if not stage_ranks or set(stage_ranks) != set(range(len(schedule.ranks))):
@@ -95,7 +95,7 @@ def _list_kinds(
 
 
 def simulate_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list[SpanNs]]:
-    """Return (start_ns, end_ns) of each action, per pipeline rank.
+    """Return (start_ns, end_ns) of each action, in a list per pipeline rank.
 
     Raises PlanError if the costs do not match the schedule, or if ranks wait for each other for ever; it names the
     action at which each of them is blocked.
@@ -118,7 +118,7 @@ def _run(schedule: PipelineSchedule, *times_ns: IntArray) -> list[list[SpanNs]]:
 
 
 def check_range(*tables: IntArray) -> None:
-    """Check that sums over these times or bytes stay within 64 bits. Raises PlanError."""
+    """Raise PlanError if these times or bytes add up to 2^61 or more."""
     total = sum(float(table.sum(dtype=np.float64)) for table in tables)
     if total >= _MOST_IN_64_BITS:
         raise PlanError(
@@ -155,7 +155,7 @@ def _check_costs(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
 
 
 def compute_makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> int:
-    """Return the time from the first start to the last end; 0 for an empty schedule. Raises as simulate_ns."""
+    """Return the time from the first start to the last end; 0 without actions. Raises PlanError as `simulate_ns`."""
     return find_last_end_ns(simulate_ns(schedule, costs))
 
 
@@ -164,7 +164,7 @@ _PAIRS = 8
 
 
 def count_spread(noise: float) -> int:
-    """Return the largest share of an action's time by which it is perturbed, in 1024ths.
+    """Return the largest change of an action's time under `noise`, in 1024ths of that time.
 
     >>> count_spread(0.25)
     256
@@ -173,14 +173,13 @@ def count_spread(noise: float) -> int:
 
 
 def compute_mean_makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts, noise: float) -> int:
-    """Return the mean makespan if the times of actions are not as predicted; without noise, that of predicted times.
+    """Return the mean makespan over perturbed times of actions; `noise` 0: the predicted makespan.
 
     Ranks run their actions in the planned order, whatever the times turn out to be. The mean is over a few fixed draws
-    (those of the search, `_native/disturbed.hpp`), the same for all orders. An action's share of its time is drawn
-    evenly from -`noise` to `noise`, by its place in the injection order (the number of its micro-batch), its stage and
-    its kind; bytes and transfers stay. Draws come in pairs: what makes an action longer in one makes it as much shorter
-    in the other. A makespan is convex in its times, so the mean of a pair is never below the makespan of the predicted
-    times, nor below a bound on it. Raises PlanError as `simulate_ns`.
+    (those of the search, `_native/disturbed.hpp`), the same for all orders. An action's time changes by a share of it,
+    drawn evenly from -`noise` to `noise` for its micro-batch (by place in the injection order), stage and kind; bytes
+    and transfers stay. Draws come in pairs of opposite changes. A makespan is convex in its times, so the mean of a
+    pair is never below the makespan of the predicted times, nor below a bound on it. Raises PlanError as `simulate_ns`.
     """
     if not (spread := count_spread(noise)):
         return compute_makespan_ns(schedule, costs)
@@ -201,12 +200,12 @@ def compute_mean_makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts,
 
 
 def find_last_end_ns(spans: Sequence[Sequence[SpanNs]]) -> int:
-    """Return the makespan of a step whose first action starts at 0; 0 without actions."""
+    """Return the end of the last action, which is the makespan if the first starts at 0; 0 without actions."""
     return max((rank[-1][1] for rank in spans if rank), default=0)
 
 
 def compute_bubble_ratio(spans: Sequence[Sequence[SpanNs]]) -> float:
-    """Return idle time over (ranks with actions x makespan); 0 if nothing takes time."""
+    """Return idle time divided by (ranks with actions x makespan); 0 if nothing takes time."""
     whole_ns = find_last_end_ns(spans) * sum(1 for rank in spans if rank)
     return 1.0 - sum(end - start for rank in spans for start, end in rank) / whole_ns if whole_ns else 0.0
 
@@ -217,8 +216,8 @@ def simulate(
     """Return the step as a Trace: one track per pipeline rank, spans in order of time, `shape` left empty.
 
     `cpu_s` is the action's own cost; `num_bytes` is static plus stored bytes right after it. `spans` are the actions'
-    times if they are known, as on shared cores; otherwise every rank has a core or device of its own. Raises as
-    simulate_ns.
+    times if they are known, as on shared cores; otherwise every rank has a core or device of its own. Raises PlanError
+    as `simulate_ns`.
     """
     spans = simulate_ns(schedule, costs) if spans is None else spans
     times = dict(zip(_KINDS, _list_times(costs), strict=False))
@@ -241,7 +240,7 @@ def simulate(
 
 
 def sum_static_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
-    """Return the static bytes of all stages of each pipeline rank."""
+    """Return for each pipeline rank the static bytes (weights, gradients, optimizer states) of all its stages."""
     totals = [0] * len(schedule.ranks)
     for rank, num_bytes in zip(schedule.stage_ranks, costs.static_bytes.tolist(), strict=True):
         totals[rank] += num_bytes
@@ -249,10 +248,10 @@ def sum_static_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tupl
 
 
 def compute_peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
-    """Return the largest memory of each pipeline rank at any time, with working bytes in `costs.working_in` actions.
+    """Return the largest memory of each pipeline rank at any time, static bytes included.
 
-    During F: held before + stored + working of the micro-batch. During B and I: held (its own stored bytes are part of
-    that) + working. W runs on what is held.
+    Stored bytes count from F to the end of B, or of W. During an action of a kind in `costs.working_in`, the working
+    bytes of its micro-batch are added.
 
     Raises PlanError if the costs do not match the schedule.
     """
@@ -264,9 +263,9 @@ def compute_peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tu
 
 
 class StageMemory:
-    """Memory of one stage while an order is made for it: a micro-batch enters with its F and leaves with its B or W.
+    """Memory of one stage while its order is made: a micro-batch enters with its F and leaves with its B or W.
 
-    Raises PlanError for a micro-batch of the costs that does not fit by itself.
+    Raises PlanError for a micro-batch that does not fit into `limit_bytes` by itself.
     """
 
     def __init__(self, costs: MicroBatchCosts, stage: int, limit_bytes: int) -> None:
@@ -283,7 +282,7 @@ class StageMemory:
                 )
 
     def admit(self, micro_batch: int) -> bool:
-        """Return whether it entered: its F fits, and so will the backward of everything that is then inside."""
+        """Let a micro-batch enter if its F fits and the backward of each one inside will; return whether it entered."""
         inside = {*self._inside, micro_batch}
         working = max(self._working[m] for m in (inside if self._works_later else (micro_batch,)))
         if sum(self._stored[m] for m in inside) + working > self._free:
@@ -297,23 +296,23 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class SharedCores:
-    """Fewer cores than ranks; each pipeline rank of each replica is `tp` processes, which all run its actions."""
+    """CPU cores that ranks share; each pipeline rank of each replica is `tp` processes, which all run its actions."""
 
     num_cores: int
     tp: int = 1
 
     def floor_ns(self, work_ns: int) -> int:
-        """Return the least time of actions that take so long in sum, over all replicas."""
+        """Return the least time in which the cores do `work_ns`: the sum of actions over all ranks and replicas."""
         return work_ns * self.tp // self.num_cores
 
 
 def simulate_shared_ns(
     replicas: Sequence[tuple[PipelineSchedule, MicroBatchCosts]], cores: SharedCores
 ) -> tuple[list[list[SpanNs]], ...]:
-    """Return the replicas' spans as `simulate_ns` does, with all running at once on shared cores.
+    """Return the spans of each replica (`simulate_ns`) if all replicas run at once on shared cores.
 
-    While more processes are busy than there are cores, each runs at the rate cores / busy (ends are rounded up to
-    whole nanoseconds). Raises as `simulate_ns`.
+    While more processes are busy than there are cores, each runs at the rate cores / busy (ends are rounded up to whole
+    nanoseconds). Raises PlanError as `simulate_ns`.
     """
     ranks: list[tuple[int, Sequence[TimedAction]]] = []
     for d, (schedule, costs) in enumerate(replicas):

@@ -51,7 +51,7 @@ def make_published_schedule(
 def make_schedule_of_costs(
     name: ScheduleName, stage_ranks: Sequence[int], memory_limit_bytes: int, costs: MicroBatchCosts
 ) -> PipelineSchedule:
-    """Return the schedule of that name, cyclic included, for one replica's micro-batches; without any, no actions.
+    """Return the schedule of that name, cyclic included, for a replica's micro-batches (no actions if there are none).
 
     Raises PlanError and ConfigError as the schedules do.
     """

@@ -19,11 +19,11 @@ _CLUSTERS = 3
 
 
 def cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int, order: Sequence[int] | None = None) -> PipelineSchedule:
-    """Run, on every stage in each cycle, one backward and one forward of what was there when the cycle began.
+    """Run one backward and one forward per stage and cycle, of those that were ready when the cycle began.
 
     Micro-batches enter in `order`, a permutation (default 0..M-1); a forward that does not fit the limit waits for a
-    later cycle. Times play no part. No deadlock: no stage holds anything older than the oldest micro-batch in the
-    pipeline, and a stage that it has not reached holds nothing at all, so it fits there.
+    later cycle. Times play no part. There is no deadlock: no stage holds anything older than the oldest micro-batch in
+    the pipeline, and a stage that this one has not reached holds nothing at all, so it fits there.
 
     Raises PlanError for a micro-batch that does not fit by itself.
     """
@@ -57,7 +57,7 @@ def cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int, order: Sequence[i
 def clustered_cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int) -> PipelineSchedule:
     """Return the fastest `cyclic` schedule of the six orders of short, medium and long micro-batches.
 
-    Raises PlanError for a micro-batch that does not fit.
+    Raises PlanError for a micro-batch that does not fit by itself.
     """
     time_ns = (costs.forward_ns + costs.backward_ns).max(axis=0)
     clusters = [part.tolist() for part in np.array_split(np.argsort(time_ns, kind="stable"), _CLUSTERS)]

@@ -9,7 +9,7 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, make_
 
 
 def check_counts(**counts: int) -> None:
-    """Check that there is at least one of each. Raises PlanError."""
+    """Raise PlanError for a count below 1; the keywords name what is counted."""
     for name, count in counts.items():
         if count < 1:
             raise PlanError(f"a schedule with {count} {name.replace('_', '-')}: give at least 1")
@@ -18,7 +18,7 @@ def check_counts(**counts: int) -> None:
 def gpipe(num_stages: int, num_micro_batches: int) -> PipelineSchedule:
     """Run all forwards, then all backwards (GPipe, Huang et al. 2019, sec. 2.3): a stage holds all micro-batches.
 
-    Raises PlanError for less than one stage or micro-batch.
+    Stage s is on rank s. Raises PlanError for less than one stage or micro-batch.
 
     >>> gpipe(2, 2).to_lines()
     [['0F0', '0F1', '0B0', '0B1'], ['1F0', '1F1', '1B0', '1B1']]
@@ -50,11 +50,11 @@ def interleaved_1f1b(
 ) -> PipelineSchedule:
     """Run interleaved 1F1B (Narayanan et al. 2021, sec. 2.2.2) in Megatron's order; stage s is on rank s mod p.
 
-    Micro-batches go in rounds: a rank runs a round on its first stage, then on its second, and so on; backwards from
-    its last stage to its first. Rank r begins with 2(p - 1 - r) + (v - 1) x (size of a round) forwards. If p divides M,
-    a round has p micro-batches, as in the paper. Otherwise there are max(1, M div p) rounds as equal as possible, the
-    larger ones first. A round of less than p would leave the ranks waiting for each other, or for ever. For M >= p the
-    bubble is (p - 1)(F + B) of one stage. With one stage per rank it is plain 1F1B.
+    p ranks with v stages each run M micro-batches in rounds: a round on a rank's first stage, then on its second, and
+    so on; backwards from its last stage to its first. Rank r begins with 2(p - 1 - r) + (v - 1) x (size of a round)
+    forwards, for v = 1 with p - 1 - r (plain 1F1B). If p divides M, a round has p micro-batches, as in the paper.
+    Otherwise there are max(1, M div p) rounds as equal as possible, the larger ones first: in a round of less than p,
+    ranks would wait for each other, or for ever. For M >= p the bubble is (p - 1)(F + B) of one stage.
 
     Raises PlanError for less than one rank, micro-batch or stage per rank.
 

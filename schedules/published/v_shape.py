@@ -18,7 +18,7 @@ _F, _I, _W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 def make_v_placement(num_ranks: int) -> tuple[int, ...]:
-    """Return the rank of each stage.
+    """Return the rank of each stage: down the ranks, then back up.
 
     >>> make_v_placement(3)
     (0, 1, 2, 2, 1, 0)
@@ -29,8 +29,8 @@ def make_v_placement(num_ranks: int) -> tuple[int, ...]:
 def zb_v(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
     """Keep every rank busy from its first to its last action with F = I = W, in the memory of 1F1B (ZB-V).
 
-    A rank holds at most 2p activations of its stages, that is p micro-batches. This takes M >= 2p - 1; fewer keep the
-    order that they have among 2p - 1. Raises PlanError for less than one rank or micro-batch.
+    A rank holds at most 2p activations of its stages (p = `num_ranks`), as much as p micro-batches. No rank waits if M
+    >= 2p - 1; fewer keep the order that they have among 2p - 1. Raises PlanError for less than one rank or micro-batch.
 
     >>> for line in zb_v(2, 3).to_lines(): print(*line)
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
@@ -66,13 +66,13 @@ def _list_zb_v_actions(rank: int, num_ranks: int, num: int) -> list[Action]:
 def v_half(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
     """Use about half the memory of 1F1B (V-Half).
 
-    A rank holds at most 2 floor((p + 2) / 2) activations of its stages, that is floor((p + 2) / 2) micro-batches. With
-    F = I = W and M >= p the bubble is at most 3p passes of half a rank, half of 1F1B's. Both are the authors' figures.
+    A rank holds at most 2 floor((p + 2) / 2) activations of its stages (p = `num_ranks`), that is floor((p + 2) / 2)
+    micro-batches. If F = I = W and M >= p the bubble is at most 3p passes of half a rank, half of 1F1B's.
 
-    The building block (six passes of one micro-batch on each rank, repeated every six slots) is the paper's. The slots
-    that it leaves free in warm-up and cool-down are filled by the paper's means, squeezing and reordering under the
-    block's own peak memory. Each pass moves to the earliest free slot after its input at which no peak grows, then W
-    goes where a rank waits. Raises PlanError for less than one rank or micro-batch.
+    The building block (six passes of one micro-batch on each rank, repeated every six slots) is the paper's, as are
+    these figures. The slots that it leaves free in warm-up and cool-down are filled by the paper's means, squeezing and
+    reordering under the block's own peak memory. Each pass moves to the earliest free slot after its input at which no
+    peak grows, then W goes where a rank waits. Raises PlanError for less than one rank or micro-batch.
 
     >>> for line in v_half(2, 3).to_lines(): print(*line)
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2

@@ -12,8 +12,8 @@ from dynapipe_ext.schedules.published.full_backward import check_counts
 def zb_h1(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
     """Run the warm-up of 1F1B, and delay the W of rank r by r backwards (ZB-H1).
 
-    Every rank holds at most p = `num_ranks` micro-batches, as in 1F1B; the bubble is (p - 1)(F + I - W) for M >= p and
-    W at most F and I. Raises PlanError for less than one rank or micro-batch.
+    Every rank holds at most p = `num_ranks` micro-batches, as in 1F1B; the bubble is (p - 1)(F + I - W) if M >= p and W
+    is at most F and I. Raises PlanError for less than one rank or micro-batch.
 
     >>> for line in zb_h1(3, 4).to_lines(): print(*line)
     0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
@@ -28,9 +28,9 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
 def zb_h2(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
     """Fill the wait for the first backward with more warm-up forwards (ZB-H2).
 
-    Every rank holds at most 2p - 1 micro-batches. With F = I = W and M >= 2p - 1 no rank waits between its first and
-    its last action. The ranks start and end one after the other, so what the step loses is what its optimizer loses by
-    waiting for all of them, which the paper avoids by checking gradients afterwards.
+    Every rank holds at most 2p - 1 micro-batches, p being `num_ranks`. With F = I = W and M >= 2p - 1 no rank waits
+    between its first and its last action. But ranks start and end one after the other: the optimizer, which waits for
+    all of them, makes the step longer. The paper avoids this by checking gradients afterwards.
 
     Raises PlanError for less than one rank or micro-batch.
 

@@ -1,4 +1,4 @@
-"""The order of forwards only: every stage runs the micro-batches in the order in which they enter, one permutation."""
+"""The order of forward-only steps: every stage runs the micro-batches in one order, that in which they enter."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NEVER = 1 << 62
 
 
 def forward_schedule(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> PipelineSchedule:
-    """Return a schedule of forwards only, in the order of the costs' columns on every stage. A free rank takes the
-    oldest micro-batch that is there, or waits for the next. On ranks with several stages that keeps few messages
-    waiting."""
+    """Return the forward-only schedule that runs the micro-batches of `costs` in their order on every stage. A free
+    rank takes the oldest micro-batch that has arrived, or waits for the next one. With several stages per rank few
+    messages wait then."""
     stages, count = len(stage_ranks), costs.num_micro_batches
     forward: list[list[int]] = costs.forward_ns.tolist()
     transfer: list[list[int]] = costs.transfer_ns.tolist()
@@ -43,8 +43,8 @@ def forward_schedule(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> Pipe
 
 
 def find_johnson_order(first: IntArray, last: IntArray) -> list[int]:
-    """Return the best order on two machines: what is shorter on the first ascends there, then the rest descends on the
-    last.
+    """Return the best order of jobs on two machines, from their times on each (Johnson 1954). First come those that are
+    shorter on the first machine, ascending there; then the rest, descending on the second.
 
     >>> find_johnson_order(np.array([3, 5, 1, 6]), np.array([6, 2, 2, 6]))
     [2, 0, 3, 1]
@@ -54,8 +54,8 @@ def find_johnson_order(first: IntArray, last: IntArray) -> list[int]:
 
 
 def find_forward_order(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> tuple[list[int], PipelineSchedule]:
-    """Return the order of the costs' columns whose forwards end first, with its schedule: of those that a search begins
-    with, and Johnson's (1954) for the two halves of the stages, with transfers as lags (Mitten 1959)."""
+    """Return the order of the costs' columns (micro-batches) whose forwards end first, with its schedule. Tried:
+    `list_start_orders`, and Johnson's for the two halves of the stages, with transfers as lags (Mitten 1959)."""
     forward, transfer, half = costs.forward_ns, costs.transfer_ns, costs.num_stages // 2
     orders = list_start_orders(range(costs.num_micro_batches), forward.sum(axis=0).tolist())
     first = forward[:half].sum(axis=0) + transfer[:half].sum(axis=0)
@@ -71,8 +71,7 @@ def find_forward_order(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> tu
 def order_forwards(
     replicas: Sequence[Sequence[MicroBatch]], model: CostModel, stage_ranks: Sequence[int]
 ) -> tuple[list[list[MicroBatch]], tuple[PipelineSchedule, ...], tuple[MicroBatchCosts, ...]]:
-    """Order each replica's micro-batches for a pass of forwards only, and return them with their schedules and
-    costs."""
+    """Return each replica's micro-batches in a good order for forward-only steps, with their schedules and costs."""
     ordered, schedules, priced = [], [], []
     for replica, costs in zip(replicas, price_replicas(model, replicas), strict=True):
         order, schedule = find_forward_order(costs, stage_ranks)

@@ -1,8 +1,8 @@
 """Cuts and replicas made even by what every rank has to do, before any order is simulated.
 
-A step takes at least the work of its busiest rank, after the first micro-batch's way to it and before the last one's
-way back. The larger the largest micro-batch is, the longer do ranks wait. So cuts and replicas can be judged without
-an order, at a fraction of what a simulation takes. Memory is not judged: the search that follows simulates.
+A step takes at least the work of its busiest rank, plus the first micro-batch's way to that rank and the last one's way
+back. The larger the largest micro-batch is, the longer ranks wait. So cuts and replicas can be judged without an order,
+in much less time than a simulation takes. Memory is not judged: the search that follows simulates it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def balance_loads(
     seed: int,
     equal_counts: bool = False,
 ) -> tuple[list[tuple[int, ...]], list[list[int]]]:
-    """Return the best cuts of the items in turn, and their indices per replica, after this many random moves.
+    """Return the best cuts of the items in turn, and the indices of each replica's cuts, after `moves` random moves.
 
-    A cut has the items first .. end - 1. `shapes[j, r - 1]`: the shape of the r items that end at item j, or -1 if they
-    may not be a micro-batch; all of `cuts` may be. `costs` are of every shape. A function of its arguments; the first
-    of equals stays.
+    A cut has the items first .. end - 1. `shapes[j, r - 1]` is the shape of the r items that end at item j, or -1 if
+    they may not be a micro-batch (each of `cuts` may). `costs` are those of every shape. `groups`: indices of each
+    replica's `cuts`. The result is a function of the arguments; the first of equals is returned.
     """
     records = make_records([costs], split=split)
     ranges, new_groups = native.levelled(

@@ -1,4 +1,4 @@
-"""The search problem, and the best schedules from some starts: moves are made by the native core."""
+"""The search problem, and the best schedules that a search from some starts finds. The native core makes the moves."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ NO_LIMIT = 1 << 20  # of micro-batches, for a dispatch policy
 
 
 class CostField(IntEnum):
-    """The index of each number in a record of costs. The first three are the actions: F, the gradient (B, or I if
-    backwards are split) and W. The native core has the same order."""
+    """Index of each number in a record of costs. First come times in ns of actions: F, the gradient (B, or I if
+    backwards are split) and W. Then stored and working bytes, and ns of the transfer. The native core has the same
+    order."""
 
     FORWARD = 0
     GRADIENT = 1
@@ -42,14 +43,14 @@ class CostField(IntEnum):
 class DispatchPolicy(NamedTuple):
     """The rule by which a free rank chooses its next action.
 
-    extra: stage s holds at most S - s + `extra` micro-batches. With pieces it holds (pieces of the longest sample) - 1
-    more (the warm-up of Seq1F1B, arXiv 2406.03488). NO_LIMIT: as many as memory allows.
-    rhythm: 0: gradients go first. 1: after a gradient a forward goes first. 2: forwards always go first, and the rank
-    even waits for them (with `extra` 0 that is the order of 1F1B).
-    patience: a W may delay the next known arrival by up to `patience` quarters of its own time.
+    `extra`: stage s of S holds at most S - s + `extra` micro-batches (NO_LIMIT: as many as memory allows). With pieces
+    it holds (pieces of the longest sample) - 1 more (the warm-up of Seq1F1B, arXiv 2406.03488). `rhythm` 0: gradients
+    go first. 1: after a gradient a forward goes first. 2: forwards always go first, and the rank even waits for them
+    (with `extra` 0 that is 1F1B). `patience`: a W may delay the next known arrival by up to `patience` quarters of its
+    own time.
 
-    The policy does not apply to short stages, such as a part of a head. Their actions run as soon as they are ready,
-    and do not count as turns of forwards or gradients.
+    The policy does not apply to short stages, such as those with a part of the output head. Their actions run as soon
+    as they are ready, and do not count as turns of forwards or gradients.
     """
 
     extra: int
@@ -58,7 +59,7 @@ class DispatchPolicy(NamedTuple):
 
 
 def list_policies(*, split: bool) -> list[DispatchPolicy]:
-    """List the policies that a search chooses from."""
+    """List the policies that a search chooses from, with full or with `split` backwards."""
     extras = (0, 1, 2, 4, NO_LIMIT)
     if not split:
         return [DispatchPolicy(0, 2), *(DispatchPolicy(extra, rhythm) for extra, rhythm in product(extras, (1, 0)))]
@@ -66,8 +67,8 @@ def list_policies(*, split: bool) -> list[DispatchPolicy]:
 
 
 class AnnealingSchedule(NamedTuple):
-    """A part of an endless walk of a search: `moves` moves after the first `begun`. Move n may cost cooling / (cooling
-    + n) of what the first may. So a longer walk begins as a shorter one, and ends no worse."""
+    """A part of an endless search walk: `moves` moves after the first `begun`. Move n may make the step longer by
+    cooling / (cooling + n) of what the first move may. So a longer walk begins as a shorter one, and ends no worse."""
 
     seed: int
     moves: int
@@ -77,11 +78,12 @@ class AnnealingSchedule(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Start:
-    """Cuts, which cover the items of a batch in turn, grouped by replica.
+    """Cuts that cover the items of a batch (samples or micro-batches) in turn; `groups`: indices of each replica's
+    cuts.
 
-    `kind_costs` price every shape under each recomputation mode (INFEASIBLE forwards: cannot run so).
+    `kind_costs` are the costs of every shape in each recomputation mode (INFEASIBLE forwards: cannot run so).
     `shapes[j, r - 1]`, int32, is the shape of the cut of r items that ends at item j, or -1 if that may not be a
-    micro-batch. With only one column, items are micro-batches and stay what they are. `sample_pieces`, only with one
+    micro-batch. With only one column, items are micro-batches and stay as they are. `sample_pieces`, only with one
     column: the items that are pieces of one sample, each sample's within one group.
     """
 
@@ -99,7 +101,7 @@ class Start:
         kinds: Sequence[int],
         sample_pieces: tuple[SamplePieces, ...] = (),
     ) -> Start:
-        """Make a start of micro-batches as they are, each with its index into `kind_costs`."""
+        """Return a start of micro-batches that stay as they are; `kinds` are their indices into `kind_costs`."""
         return cls(
             kind_costs=tuple(kind_costs),
             shapes=np.arange(len(kinds), dtype=np.int32).reshape(-1, 1),
@@ -111,9 +113,9 @@ class Start:
 
 @dataclass(slots=True)
 class SearchState:
-    """Cuts in the order of the items, and per replica: its cuts in injection order, its makespan, under noise the mean
-    over disturbed times (NEVER: nothing fits), and the numbers of each rank's actions. `floor_ns`: the least time of
-    the step if ranks share cores."""
+    """`cuts` in the order of the items. Per replica: `groups`, the indices of its cuts in injection order; its makespan
+    in ns, under timing noise the mean (NEVER: nothing fits); and the numbers of each rank's actions. `floor_ns`: the
+    least time of the step if ranks share cores."""
 
     cuts: list[Cut]
     groups: list[list[int]]
@@ -123,7 +125,7 @@ class SearchState:
 
     @property
     def value(self) -> tuple[int, int]:
-        """The smaller the better: the largest makespan (at least the floor), then the sum of all."""
+        """The smaller the better: the largest makespan (at least `floor_ns`), then the sum of all makespans."""
         return max(self.floor_ns, *self.makespan_ns), sum(self.makespan_ns)
 
 
@@ -131,10 +133,10 @@ class SearchState:
 class Problem:
     """The moves that a search may make, and their costs. The native core reads the fields by their names.
 
-    `records` (kinds, shapes, stages, fields) and `shapes` are those of a `Start`; `free_bytes` of each rank are the
-    limit less what is static. With `equal_counts` each replica keeps its number of cuts. Under `noise`, the
-    spread of disturbed times and the most ns that an order may take undisturbed, orders are judged by their mean
-    makespan over disturbed times (`mean_makespan_ns`).
+    `records` (modes, shapes, stages, fields) are those of `make_records`, and `shapes` those of a `Start`. `free_bytes`
+    of each rank: the limit less static bytes. With `equal_counts` each replica keeps its number of cuts. `noise`: the
+    spread of perturbed times (`count_spread`), and the maximum predicted ns of an order. With a spread, orders are
+    judged by their mean makespan over perturbed times.
     """
 
     stage_ranks: tuple[int, ...]
@@ -158,12 +160,12 @@ class Problem:
         *,
         with_actions: bool = True,
     ) -> SearchState:
-        """Return the best state of random moves from `cuts`, which cover the items in turn, and from `orders` (per
-        replica, the orders of cuts to begin with).
+        """Return the best state of random moves from `cuts`, which cover the items in turn, and from `orders`: for each
+        replica one or more orders of its cuts to begin with.
 
-        Record-to-record travel (Dueck 1993): a move may cost up to an allowance, which shrinks with the moves made so
-        far, whatever the number that is to follow. A function of its arguments; the first of equals stays. The actions
-        take long to write down, so they can be left out.
+        Record-to-record travel (Dueck 1993): a move may make the step longer by up to an allowance, which shrinks with
+        the moves made so far, whatever the number that is to follow. The state is a function of the arguments; the
+        first of equals stays. Writing the actions down takes long, so `with_actions` can leave them out.
         """
         ranges, groups, makespans, actions = native.search(self, cuts, orders, schedule, with_actions)
         left, new_groups = drop_merged(ranges, groups)
@@ -173,19 +175,19 @@ class Problem:
         return SearchState(new_cuts, new_groups, makespans, actions, floor_ns)
 
     def find_records(self, cuts: Sequence[Cut], *, every_kind: bool = False) -> IntArray:
-        """Return the records (cuts, stages, fields) of cuts under their kinds; of every kind as a first axis."""
+        """Return the records (cuts, stages, fields) of cuts in their modes; with `every_kind`, (modes, ...) in all."""
         firsts, ends, kinds = np.array(cuts, np.int64).reshape(-1, 3).T
         shapes = self.shapes[ends - 1, ends - firsts - 1]
         return self.records[:, shapes] if every_kind else self.records[kinds, shapes]
 
     def work_ns(self, records: IntArray) -> IntArray:
-        """Return the time of all actions of each record, over all stages."""
+        """Return the time in ns of all actions of each record, summed over stages."""
         actions = slice(CostField.WEIGHT + 1 if self.split else CostField.WEIGHT)
         work_ns: IntArray = records[..., actions].sum(axis=(-2, -1))
         return work_ns
 
     def make_schedules(self, state: SearchState) -> tuple[PipelineSchedule, ...]:
-        """Make the schedule of each replica from the numbers of its actions."""
+        """Return the schedule of each replica, made of the numbers of its actions."""
         kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT if self.split else Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         stages, name = range(len(self.stage_ranks)), "adaptive-split" if self.split else "adaptive"
         idle: tuple[tuple[Action, ...], ...] = tuple(() for _ in set(self.stage_ranks))
@@ -204,14 +206,14 @@ class Problem:
 def drop_merged(
     cuts: Sequence[tuple[int, ...]], groups: Sequence[Sequence[int]]
 ) -> tuple[list[tuple[int, ...]], list[list[int]]]:
-    """Return the native core's cuts in the order of the items, without those merged away, and the groups of these."""
+    """Return the native core's cuts, in the order of the items, that were not merged into others; and their groups."""
     left = sorted((cut, m) for m, cut in enumerate(cuts) if cut[0] >= 0)
     place = {m: i for i, (_, m) in enumerate(left)}
     return [cut for cut, _ in left], [[place[m] for m in group] for group in groups]
 
 
 def make_records(kind_costs: Sequence[MicroBatchCosts], *, split: bool) -> IntArray:
-    """Make one record of times and bytes per recomputation mode, shape and stage; with `split`, I and W apart."""
+    """Make the array of times and bytes: (modes, shapes, stages, CostField); with `split`, B as I and W."""
     first = kind_costs[0]
     shape = (len(kind_costs), first.num_micro_batches, first.num_stages, len(CostField))
     records = np.zeros(shape, np.int64)  # the last stage sends nothing on
@@ -256,11 +258,11 @@ _STEADY = 256  # A step may take 1/256 longer as predicted, if it loses less und
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
-    """Settings of a search; `seed` and `effort` make it a function.
+    """Settings of a search; `seed` and `effort` make its result a function of its starts.
 
     `effort` is the number of random moves for up to 7 replicas, twice as many for 8, three times for 12, and so on, but
-    fewer if `has_long_replicas`. Of the same starts a larger effort never makes less. With `noise` as many moves again
-    look for the best mean over disturbed times near what the first ones found.
+    fewer if `has_long_replicas`. From equal starts a larger effort never ends worse. With `noise`, as many moves again
+    look for the best mean over perturbed times near what the first ones found.
     """
 
     memory_limit_bytes: int
@@ -277,7 +279,7 @@ class SearchSettings:
 @dataclass(frozen=True, slots=True)
 class Optimized:
     """Each replica's cuts in injection order, and schedules in which micro-batch i is the replica's i-th cut.
-    `makespan_ns`: under noise the means over disturbed times."""
+    `makespan_ns`: of each replica; under timing noise, the mean."""
 
     replicas: tuple[tuple[Cut, ...], ...]
     schedules: tuple[PipelineSchedule, ...]
@@ -309,7 +311,7 @@ def optimize(
     seed: int = 0,
     stage_ranks: Sequence[int] | None = None,
 ) -> PipelineSchedule:
-    """Return the best schedule of one replica's micro-batches in `effort` random moves; a function of its arguments.
+    """Return the best schedule of one replica's micro-batches in `effort` random moves; a function of the arguments.
 
     `split` runs every backward as I and W. `stage_ranks` places stages on ranks (default: stage s on rank s). No rank
     exceeds the limit at any time.
@@ -335,7 +337,7 @@ def optimize(
 
 
 def optimize_best(starts: Sequence[Start], settings: SearchSettings) -> tuple[int, Optimized]:
-    """Return the best result from the best start (the first of equals), and the index of that start.
+    """Return the index of the best start (the first of equals), and the best result from it.
 
     Several starts are each tried with the first few moves, in threads if there are cores, and the best continues with
     the rest of the moves. A larger effort begins as a smaller one, so it never ends worse. The number of cores changes
@@ -438,7 +440,7 @@ def _count_moves(start: Start, effort: int) -> int:
 
 
 def has_long_replicas(num_replicas: int, num_micro_batches: int) -> bool:
-    """Return whether replicas are many and each has many micro-batches: then the search has few moves for each."""
+    """Return whether there are 16 replicas or more, of over 16 micro-batches each on average: moves are then fewer."""
     return num_replicas >= _MANY and num_micro_batches > _MANY * num_replicas
 
 

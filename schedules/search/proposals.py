@@ -1,4 +1,4 @@
-"""Starts of the search: splits of a batch into micro-batches and replicas, our own and those of published policies."""
+"""Starts of the search: splits of a batch into micro-batches and replicas, by our own and by published policies."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _MOST_ROWS = 100  # A short search begins with packings of at most this many row
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A start of the search, and the micro-batch of each cut of its result."""
+    """A start of the search, and a function that returns the micro-batch of each cut in its result."""
 
     start: Start
     micro_batch: Callable[[Cut], MicroBatch]
@@ -68,7 +68,7 @@ class Proposal:
         return [[self.micro_batch(cut) for cut in replica] for replica in cuts]
 
     def pick_costs(self, cuts: Sequence[Sequence[Cut]]) -> tuple[MicroBatchCosts, ...] | None:
-        """Return the costs of each replica's micro-batches if these are fixed and priced each by itself."""
+        """Return the costs of each replica's micro-batches if these are fixed and none has a piece, else None."""
         start = self.start
         if not self.is_fixed or start.sample_pieces:
             return None
@@ -80,10 +80,10 @@ class Proposal:
 class StepProblem:
     """The problem of planning a step at one context-parallel degree. Its methods make the starts of a search.
 
-    `rules` are those for full rows, of which each rank of a context-parallel group has a slice; `kinds` of
-    recomputation may be chosen from. If ranks share `cores` a bubble costs nothing, so cuts are judged by their work,
-    as of a pipeline of one. A batch of fewer samples than replicas leaves the last of them empty, unless counts must be
-    equal. All methods raise PlanError if nothing they could propose stays within the caps.
+    `rules` are those for full rows, of which each rank of a context-parallel group has a slice. `kinds`: the
+    recomputation modes that may be chosen. If ranks share `cores`, a bubble costs nothing, so cuts are judged by their
+    work, as in a pipeline of one rank. If samples are fewer than replicas, the last replicas are empty, unless counts
+    must be equal. All methods raise PlanError if nothing that they could propose stays within the limits.
     """
 
     topology: Topology
@@ -103,7 +103,7 @@ class StepProblem:
 
     @property
     def depth(self) -> int:
-        """Ranks whose fill and drain a cut is judged by."""
+        """Number of pipeline ranks that a cut must fill and drain: 1 if ranks share cores."""
         return self.topology.pp if self.cores is None else 1
 
     def _price(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
@@ -124,7 +124,7 @@ class StepProblem:
         return self.costs.evaluate(micro_batches)
 
     def propose_cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
-        """Make starts from ordered samples, which the search may cut anywhere."""
+        """Return starts of padded micro-batches, made of sorted samples, which the search may cut anywhere."""
         proposed = []
         in_flight = self._list_in_flight(*self._list_held(pairs=any(s.decoder for s in samples)))
         priced, firsts = self._price_first_cuts(samples, in_flight)
@@ -167,7 +167,7 @@ class StepProblem:
         return [Proposal(replace(start, cuts=even, groups=tuple(map(tuple, groups))), priced.make_micro_batch)]
 
     def list_splits(self, samples: list[SampleLength], step: int) -> list[Replicas]:
-        """List splits into micro-batches that stay what they are, for schedules that hold few of them or many."""
+        """List splits into fixed micro-batches, for schedules that hold few of them in flight or many."""
         stages = self.topology.num_stages
         if self.rules.split_policy != "dynapipe-ext":
             return list(make_possible(self._follow_policy(samples)))
@@ -186,7 +186,7 @@ class StepProblem:
         return [self._assign_parts(parts, samples, step) for parts in micro_batches]
 
     def list_piece_choices(self, samples: list[SampleLength], sizes: Sequence[int]) -> list[PieceChoice]:
-        """List ways to cut long samples into pieces of about these sizes."""
+        """List the ways to cut long samples into pieces of about `sizes` positions."""
         price = make_evaluate(self.costs)
         return list_piece_choices(
             samples, price, sizes, dp=self.topology.num_replicas, depth=self.depth, recompute=self.kinds[0]
@@ -195,8 +195,8 @@ class StepProblem:
     def list_piece_splits(
         self, samples: list[SampleLength], step: int, choices: Sequence[PieceChoice]
     ) -> list[Replicas]:
-        """List splits with long samples in pieces, and short documents in packed rows of equal size. All pieces of a
-        sample are on one replica."""
+        """List a split for each of `choices`: long samples in pieces, short samples in packed rows of about the same
+        size. All pieces of a sample are on one replica."""
         price = make_evaluate(self.costs)
         rule = RowPackingPolicy(max_tokens=0, pad_multiple=self.rules.pad_multiple, recompute=self.kinds[0])
         made = make_possible(
@@ -235,7 +235,7 @@ class StepProblem:
         return [[parts[i] for i in group] for group in self._assign(time_ns.tolist(), samples, step)]
 
     def propose_fixed(self, splits: Sequence[Replicas]) -> list[Proposal]:
-        """Splits as starts of a search that leaves micro-batches whole; a peer's keep to its kinds of recomputation."""
+        """Return splits as starts of a search that keeps micro-batches, and a published policy's recomputation."""
         proposed = []
         for replicas in splits:
             micro_batches = [m for replica in replicas for m in replica]
@@ -431,7 +431,7 @@ class StepProblem:
 
 
 def make_possible(makers: Iterable[Callable[[], Made]]) -> Iterator[Made]:
-    """Yield what the makers make. Raises the first PlanError of theirs if all raise one."""
+    """Yield what the makers return, without those that raise PlanError; if all do, raises the first error."""
     refusals = []
     num_made = 0
     for make in makers:

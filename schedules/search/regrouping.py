@@ -1,4 +1,4 @@
-"""Exchanges of samples of two sides between the micro-batches of a first cut, by a curve fitted to known prices."""
+"""Exchanges of encoder-decoder samples between the micro-batches of a first cut, by a curve fitted to prices."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SEED = 0
 
 
 def exchange_samples(priced: RangeCosts, cuts: Sequence[Cut]) -> list[MicroBatch]:
-    """Return as many micro-batches as cuts, each under its cut's recomputation, with samples exchanged between them.
+    """Return as many micro-batches as cuts, each in its cut's recomputation mode, with samples exchanged between them.
 
     A move gives a sample to another micro-batch or exchanges two, mostly one that is its micro-batch's longest on a
-    side. None becomes much longer, or exceeds the limit of tokens. Record-to-record travel (Dueck 1993), as in the
-    search; a function of its arguments. The caller prices the result. Raises PlanError if too few shapes are priced.
+    side. None becomes much longer, or exceeds the limit of tokens. Times are estimates: the caller prices the result.
+    By record-to-record travel (Dueck 1993); a function of its arguments. Raises PlanError if too few shapes are priced.
     """
     times = find_bottleneck(priced.kind_costs[0], stage_ranks=priced.stage_ranks)[0]
     usual_ns = sorted(priced.compute_times(cuts))[len(cuts) // 2]
@@ -47,11 +47,11 @@ def exchange_samples(priced: RangeCosts, cuts: Sequence[Cut]) -> list[MicroBatch
 
 
 def fit_shape_law(sizes: IntArray, times_ns: IntArray, usual_ns: int) -> ShapeLaw | None:
-    """Return c of c0 + rows (c1 e + c2 d + c3 e e + c4 d d + c5 e d), the approximate time of `rows` samples padded to
-    (e, d).
+    """Return (c0, .., c5), coefficients of an approximate time in ns. `rows` samples padded to e encoder and d decoder
+    positions take c0 + rows (c1 e + c2 d + c3 e e + c4 d d + c5 e d).
 
-    `sizes` (3, shapes): rows, e and d of shapes that take about as long as a micro-batch (`usual_ns`), with their
-    `times_ns`. None if these are too few.
+    `sizes` (3, num_shapes): rows, e and d of shapes with these `times_ns`. Those count that take about `usual_ns`, the
+    time of a usual micro-batch. None if they are too few.
     """
     near = (times_ns > _NEAR[0] * usual_ns) & (times_ns < min(_NEAR[1] * usual_ns, INFEASIBLE))
     if int(near.sum()) < _FEWEST_SHAPES:
