@@ -46,7 +46,7 @@ class TimedDevice:
         most, run_s = self._largest[part]
         return self._slower[part] * max(_LEAST_S, _RUNS * run_s * self._count_work(micro_batches) / most)
 
-    def has_time(self, expected_s: float, *, share: float = 1.0) -> bool:
+    def has_time(self, expected_s: float, share: float = 1.0) -> bool:
         """Return whether there is time for a measurement of `expected_s` before this share of the limit is over."""
         return self.agree(self.clock() + expected_s < self.start_s + share * self.most_s)
 

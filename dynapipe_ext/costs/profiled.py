@@ -177,9 +177,8 @@ class ProfileRange:
 
     def list_sliced(self, count: int) -> list[MeasuredShape]:
         """Return shapes within `max_tokens` whose price depends on chunked heads of several slices only."""
-        shapes = self.list_grid(3, 3)
-        shapes = [s for s in shapes if _count_tokens(s) <= self.max_tokens and s[0] * s[-1] >= _CELL * HEAD_SLICE]
-        return _spread_over(shapes, count)
+        shapes = [s for s in self.list_grid(3, 3) if s[0] * s[-1] >= _CELL * HEAD_SLICE]
+        return _spread_over([s for s in shapes if _count_tokens(s) <= self.max_tokens], count)
 
     def list_first_sliced(self) -> list[MeasuredShape]:
         """Return as many shapes as a surface needs of a chunked head, unless there cannot be several slices."""
@@ -255,7 +254,7 @@ class Profile:
         for recompute, size in within.cut_samples:
             pieces = within.sample_in_pieces(size, recompute)
             halved = [pieces[: len(pieces) >> n] for n in range(len(pieces).bit_length() - 1)]
-            in_time = [few for few in halved if measure.has_time(1.5 * measure.expect_s(part, *few), share=PIECES_END)]
+            in_time = [few for few in halved if measure.has_time(1.5 * measure.expect_s(part, *few), PIECES_END)]
             if not in_time:
                 break
             document = measure(part, MicroBatch((SampleLength(0, size),), "packed", recompute))
@@ -267,7 +266,7 @@ class Profile:
         self.pieces = samples if set(samples) == set(within.recomputes) else {}
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the measured points as JSON, without packed rows, which a resumed profile measures again."""
+        """Return the measured points as JSON, without packed rows and pieces: these are measured again."""
         return [
             {"part": part, "recompute": recompute, **dict(zip(_SIZES, shape, strict=False))}
             | ({name: getattr(measured, name) for name in QUANTITIES} if measured else {})
@@ -381,8 +380,9 @@ def _approach_longest_row(profile: Profile, measure: TimedDevice, within: Profil
 
 
 def _is_in_time(shape: MeasuredShape, measure: TimedDevice, within: ProfileRange) -> bool:
-    expected_s = sum(measure.expect_s(part, make_padded(shape, recompute)) for part, recompute in within.kinds)
-    return measure.has_time(expected_s, share=_LONGEST_END if shape == within.longest_row else SHAPES_END)
+    rows = make_padded(shape, "none")
+    expected_s = sum(measure.expect_s(part, rows) for part, _ in within.kinds)
+    return measure.has_time(expected_s, _LONGEST_END if shape == within.longest_row else SHAPES_END)
 
 
 def make_cost_table(

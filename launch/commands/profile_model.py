@@ -226,13 +226,8 @@ def _measure_blocks(job: _Job, env: RankEnv) -> int:
     device, width = own_device(env.local_rank), max(job.widths)
     part = _PartFile(Path(job.args.out), job.made_of(_device_name(device)))
     profile, missing = part.read(), job.widths_missing
-    ranks = Ranks(
-        rank=env.rank,
-        tp=job.tp,
-        init_method=env.init_method,
-        sequence_parallel=job.sequence_parallel,
-        dp=width,
-    )
+    sequence_parallel = job.sequence_parallel
+    ranks = Ranks(rank=env.rank, tp=job.tp, init_method=env.init_method, sequence_parallel=sequence_parallel, dp=width)
     with (
         BlockProfiler(job.model, missing, dtype=job.dtype, device=device, ranks=ranks) as blocks,
         WorkProgress("measuring widths", len(missing), enabled=env.rank == 0) as progress,
@@ -240,13 +235,9 @@ def _measure_blocks(job: _Job, env: RankEnv) -> int:
         end_s = job.start_s + _BLOCKS_END * job.args.max_seconds
         num_positions = blocks.row_in_time(job.within.multiple * width, job.within.max_len)
         for one in missing:
-            times = blocks.measure(
-                one,
-                num_positions,
-                most_bytes=job.exchanged_bytes(one),
-                go_on=lambda: time.monotonic() < end_s,
+            profile.blocks[one] = blocks.measure(
+                one, num_positions, most_bytes=job.exchanged_bytes(one), go_on=lambda: time.monotonic() < end_s
             )
-            profile.blocks[one] = times
             if env.rank == 0:
                 part.write(profile)
             progress.advance()
@@ -264,10 +255,8 @@ def _measure(job: _Job, env: RankEnv) -> int:
     profile = part.read()
     ranks = Ranks(rank=env.rank, tp=job.tp, init_method=env.init_method, sequence_parallel=job.sequence_parallel)
     with LayerProfiler(job.model, dtype=job.dtype, device=device, ranks=ranks) as profiler:
-        seconds = job.args.max_seconds
-        timed = TimedDevice(
-            profiler.measure, job.model.hidden_size, job.start_s, seconds, profiler.agree, time.monotonic
-        )
+        size, agree = job.model.hidden_size, profiler.agree
+        timed = TimedDevice(profiler.measure, size, job.start_s, args.max_seconds, agree, time.monotonic)
         _fill(profile, timed, job, part if is_first else None)
         clock = "CPU seconds" if device.type == "cpu" else "seconds"
         provenance = job.provenance(device_name) | {"clock": clock, "measured": profile.to_json()}
@@ -310,7 +299,7 @@ def _fill(profile: Profile, measure: TimedDevice, job: _Job, part: _PartFile | N
             done = len(profile.list_shapes())
             if part:
                 part.write(profile)
-            return measure.has_time(0.0, share=SHAPES_END)
+            return measure.has_time(0.0, SHAPES_END)
 
         choose_and_measure(
             profile, measure, within, error_target=args.error_target, most_shapes=most_shapes, go_on=go_on

@@ -104,7 +104,7 @@ def errors_of_pieces(
     errors: dict[str, list[float]] = {name: [] for name in _LABELS}
     unpriced = 0
     for pieces in samples:
-        if not measure.has_time(measure.expect_s("layer", *pieces), share=share):
+        if not measure.has_time(measure.expect_s("layer", *pieces), share):
             continue
         try:
             costs, measured = alone.evaluate(pieces), measure("layer", *pieces)
