@@ -49,8 +49,8 @@ class Action:
 class PipelineSchedule:
     """The actions of each pipeline rank in order, and `stage_ranks[stage]`, the rank that holds a stage.
 
-    `forward_only`: no backward is to follow (evaluation). Otherwise a schedule without backwards is rejected when it is
-    validated or lowered.
+    `forward_only`: no backward is to follow (evaluation). Otherwise validation and lowering reject it without
+    backwards.
     """
 
     name: str

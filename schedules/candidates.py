@@ -174,8 +174,7 @@ def _plan_in_pieces(
     problem: StepProblem, samples: list[SampleLength], step: int, choices: Sequence[PieceChoice]
 ) -> StepPlan:
     """Return the best plan with long samples in pieces. All pieces of a sample are held at once. So if memory forces
-    some micro-batch to be recomputed, a second search may also recompute full stages, and tries the smallest pieces as
-    well."""
+    some micro-batch to be recomputed, a second search may recompute full stages, too, and tries the smallest pieces."""
 
     def plan_under(problem: StepProblem, choices: Sequence[PieceChoice]) -> StepPlan:
         return search_step(problem, problem.propose_fixed(problem.list_piece_splits(samples, step, choices)), step)

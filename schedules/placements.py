@@ -90,8 +90,7 @@ class PlacementSearch:
         return tuple(sorted(trials, key=_get_makespan_s))
 
     def _find_best(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> PlacementTrial:
-        """Try the placement with even layers and with the best ones. Raises ConfigError if the model cannot fill
-        it."""
+        """Try the placement with even layers and with the best. Raises ConfigError if the model cannot fill it."""
         placement = () if name == "linear" else place_stages(name, self.base.pp, stages_per_rank)
         layers = replace(self.base, placement=placement, layers_per_stage=(), vocabulary="whole")
         even = split_vocabulary(layers.with_layers(self.num_layers), vocabulary)

@@ -18,8 +18,8 @@ class Carried(Protocol):
     def attend(
         self, layer: object, queries: Any, keys: Any, values: Any, attention: Callable[..., Any], *, recompute: bool
     ) -> Any:
-        """Return `attention` of the piece's queries to all keys of its sample up to the piece's end, (T, heads, D).
-        With `recompute` the backward computes it again."""
+        """Return `attention` of the piece's queries to all keys of its sample up to its end, (T, heads, D). Tensors are
+        the piece's at attention module `layer`. With `recompute` the backward computes it again."""
         ...
 
 
@@ -41,8 +41,8 @@ class SharedRows(Protocol):
     ) -> Any:
         """Return (P, B, heads, D) from `tensors`: queries, keys and values of this rank's P positions of B rows.
         `document_lengths` are those of each complete row. `attention` receives lists of documents' queries, keys and
-        values, (positions, heads, D), the queries being the last. `carried`: the piece (Carried) that is the first
-        document, or None. With `recompute` the backward computes it again."""
+        values, (positions, heads, D); of fewer queries than keys, they are the last. `carried`: the piece (Carried)
+        that is the first document, or None. With `recompute` the backward computes attention again."""
         ...
 
 

@@ -173,7 +173,7 @@ def recompute_of_layers(recompute: Recompute) -> Recompute:
 
 
 def with_sliced_head(kinds: Sequence[Recompute]) -> tuple[Recompute, ...]:
-    """Return these modes with the output head computed in slices.
+    """Return these recomputation modes with the output head computed in slices ("head").
 
     >>> with_sliced_head(("none", "full"))
     ('head', 'head+full')

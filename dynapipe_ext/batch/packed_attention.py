@@ -64,8 +64,8 @@ class DocumentMask:
     """The positions of its document that a position attends to, and how. `scale`: of scores (None: 1 / sqrt(D)).
     `is_causal`: to no later position. `window`: to `window` - 1 positions before it and, without causality, as many
     after it. `softcap`: above 0, scores are capped. `dropout`: the share of attention weights that is dropped.
-    `is_deterministic`: gradients are bitwise identical in every run. `has_sinks`: with attention sinks, which no kernel
-    here supports."""
+    `is_deterministic`: gradients are bitwise identical in all runs. `has_sinks`: attention sinks, which no kernel here
+    has."""
 
     scale: float | None = None
     is_causal: bool = True
@@ -224,8 +224,8 @@ def attend_documents(
 def _make_window_mask(
     num_queries: int, num_keys: int, window: int | None, is_causal: bool, device: torch.device
 ) -> torch.Tensor | None:
-    """Return the (S, T) mask of a document that is longer than its window, else None. Queries are the last of the
-    keys."""
+    """Return the (S, T) mask of a document that is longer than its window, else None. Queries are the last
+    positions."""
     if window is None or window >= num_keys:
         return None
     before = num_keys - num_queries
@@ -243,7 +243,7 @@ def list_attention_kernels() -> tuple[str, ...]:
 
 
 def lacks_newer_kernels() -> bool:
-    """Return whether the best kernel here is an older one, on a device (Hopper, Blackwell) that flash-attn 3 or 4 was
-    made for."""
+    """Return whether the best kernel here is an older one than flash-attn 3 or 4, on a device (Hopper, Blackwell) that
+    these were made for."""
     is_older = list_attention_kernels()[0] in ("flash-attn-2", "torch-varlen")
     return is_older and torch.cuda.get_device_capability()[0] >= 9

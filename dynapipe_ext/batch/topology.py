@@ -17,12 +17,12 @@ Vocabulary = Literal["whole", "head", "both"]  # its parts that are split over p
 
 
 def place_stages(name: PlacementName, pp: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """Return the pipeline rank of every stage under a named placement; `stages_per_rank` defaults to 1 for linear, else
-    to 2.
+    """Return the pipeline rank of each stage under a named placement; `stages_per_rank` is by default 1 if linear, else
+    2.
 
     linear: stage s on rank s. interleaved: down the ranks, round after round (Narayanan et al. 2021, sec. 2.2). v: down
     and back up in turns, so that the first and the last stage share a rank (Qi et al. 2024, "Pipeline Parallelism with
-    Controllable Memory"). Raises ConfigError for an unknown name, or a number that the placement does not have.
+    Controllable Memory"). Raises ConfigError for an unknown name, or stages per rank that the placement cannot have.
 
     >>> place_stages("interleaved", 3), place_stages("v", 3)
     ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
@@ -42,7 +42,7 @@ def place_stages(name: PlacementName, pp: int, stages_per_rank: int | None = Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """A process's rank in each dimension. `pp_rank` is not a stage: a pipeline rank may hold several stages."""
+    """A process's tensor parallel, pipeline and data parallel rank. A pipeline rank may hold several stages."""
 
     tp_rank: int
     pp_rank: int
@@ -51,7 +51,7 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """Numbers (from 0) of one stage's layers: those whose attention it computes, and those whose MLP it computes.
+    """Numbers (from 0) of one stage's layers: those whose `attention` and those whose `mlp` it computes.
 
     Both are equal for stages that end between layers. A stage that ends inside a layer, between attention and MLP, has
     its attention, and the next stage its MLP. Messages are hidden states in both cases.
@@ -363,12 +363,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
-    """The tensors by which a micro-batch's hidden states are sent from stage to stage.
+    """The tensors by which a micro-batch's hidden states are sent from stage to stage; `dtype` is theirs.
 
     `order` "sbh" is Megatron's (sequence, rows, `hidden_size`), "bsh" that of plain torch models. Each rank holds 1 /
     `sequence_shards` of the sequence: tensor parallel ranks divide it under sequence parallelism, and ranks of a
-    context-parallel group do. Stages from `first_decoder_stage` on (None: no decoder) send hidden states of encoder and
-    decoder.
+    context-parallel group do. From `first_decoder_stage` on (None: no decoder), stages send hidden states of both
+    sides.
 
     Stages from `first_head_stage` on hold parts of a split output head (None: unsplit). They also send two numbers per
     position: the log of the sum of exponentials over all parts so far, and the target's logit or 0. Each rank has 1 /

@@ -51,8 +51,7 @@ def assign_replicas(
 
 
 def _deal_longest_first(costs: Sequence[int], num_groups: int, most_items: int) -> list[list[int]]:
-    """Put each item, largest first, into the group of least load that has fewer than `most_items`; every group gets one
-    of the first items."""
+    """Put each item, largest first, into the least loaded group with fewer than `most_items`; no group stays empty."""
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     groups = [[item] for item in order[:num_groups]]
     heap = [(costs[item], group) for group, item in enumerate(order[:num_groups]) if most_items > 1]

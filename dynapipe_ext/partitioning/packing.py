@@ -1,4 +1,4 @@
-"""Packed rows: samples end to end in one row, rows balanced by what their samples cost."""
+"""Packed rows: samples end to end, balanced by cost. Bottleneck time: F + B of a row on its busiest pipeline rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def make_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBatchEval
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPackingPolicy:
-    """Settings of packed rows: the maximum positions of a row, and the other fields of its `MicroBatch`."""
+    """Settings of packed rows: at most `max_tokens` positions per side, padding included. The other fields are those of
+    the `MicroBatch` that each row becomes."""
 
     max_tokens: int
     pad_multiple: int = 1
@@ -101,8 +102,8 @@ class RowPackings:
         return self._made[count]
 
     def with_grades(self, step: float, dp: int, room: int) -> tuple[MicroBatch, ...] | None:
-        """Return rows of graded loads (`list_graded_sizes`), the largest about `room` positions long; None if a sample
-        finds no row. The same tuple is returned at every call."""
+        """Return rows of graded loads, the largest about `room` positions long; None if a sample finds no row. `step`
+        and `dp` are those of `list_graded_sizes`. The same tuple is returned at every call."""
         if (step, dp, room) not in self._made:
             tokens, whole = sum(s.tokens for s in self.samples), sum(self.weights)
             sizes = list_graded_sizes(whole, max(1, int(_FULL * whole * room / tokens)), step, dp)
@@ -212,8 +213,8 @@ class RowPackings:
 
 
 def _list_counts(least: int, most: int, dp: int, part: int) -> Iterator[int]:
-    """Yield numbers of rows from `least` to `most`, in multiples of dp that grow by one part in `part`; `most` is
-    last."""
+    """Yield numbers of rows from `least` to `most`, multiples of dp that grow by one part in `part`; the last is
+    `most`."""
     count = min(most, -(-least // dp) * dp)
     while count < most:
         yield count

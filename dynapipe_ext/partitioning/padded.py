@@ -1,4 +1,5 @@
-"""Contiguous ranges of ordered samples as padded micro-batches: their costs, and the cuts that a search begins with."""
+"""Ranges of ordered samples as padded micro-batches: their costs, and the cuts that a search begins with. A bottleneck
+time is a micro-batch's F + B on its busiest pipeline rank."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class RangeCosts:
         return MicroBatch(self.order[first:end], recompute=self.kinds[kind], pad_multiple=self.caps.pad_multiple)
 
     def pick_fastest(self, min_in_flight: int) -> tuple[IntArray, IntArray]:
-        """Return the least bottleneck ns of each shape, in modes in which `min_in_flight` fit, and the mode's index."""
+        """Return each shape's least bottleneck ns, and its mode's index; `min_in_flight` of it must fit into memory."""
         return pick_fastest(self.kind_costs, self.caps.max_bytes, min_in_flight, self.stage_ranks)
 
     def make_first_cuts(
@@ -286,8 +287,7 @@ class _Table:
         return shapes
 
     def _list_cells(self, most_ns: int) -> tuple[ShapeIndex, IntArray]:
-        """Return shapes and times (rows, classes) of the ranges that take no longer than that, and of single
-        samples."""
+        """Return shapes and times (rows, classes) of single samples and of the ranges that take at most `most_ns`."""
         times = np.where(self.cells >= 0, self.times[self.cells], INFEASIBLE)
         late = times > most_ns
         late[0] = False

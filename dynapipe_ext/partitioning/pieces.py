@@ -101,7 +101,8 @@ class PieceChoice:
     def estimate(
         cls, samples: Sequence[SampleLength], time: RowTime, tokens: int, even: RowTime, *, dp: int, depth: int
     ) -> PieceChoice:
-        """Return a choice with estimated times: rows as by `pack_with_pieces`, `dp` replicas of `depth` ranks."""
+        """Return the choice of `tokens` and `even` with its times, by a few sums: rows are as `pack_with_pieces` fills
+        them on `dp` replicas of `depth` ranks, and take `time`."""
         lengths = [s.encoder for s in samples]
         long = [(length, -(-length // tokens)) for length in lengths if length > tokens]
         short = [length for length in lengths if length <= tokens]

@@ -116,8 +116,7 @@ def cut_fixed_rows(
 
     The last row is padded. A sample that a row's end cuts becomes pieces (`SampleLength.start`), each with the targets
     among its positions: a sample's targets are its last positions. Fewer rows than replicas leave the last replicas
-    empty. Under `equal_counts` rows are filled less, all alike, so that their number is the next multiple of `dp`.
-    Decoder-only.
+    empty. Under `equal_counts` rows are filled less, all alike, for the next multiple of `dp`. Decoder-only.
 
     Raises PlanError under `equal_counts` for too few positions.
     """

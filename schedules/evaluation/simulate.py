@@ -34,13 +34,11 @@ def validate(
     *,
     progress: bool = True,
 ) -> None:
-    """Raise PlanError unless every micro-batch runs F then B, or F then I then W, on each stage, and the order has no
-    cycle.
+    """Raise PlanError unless every micro-batch runs F then B, or F then I then W, on each stage, without a cycle.
 
     In a forward-only schedule it runs F and nothing else. On each stage the forwards of a sample's pieces
     (`sample_pieces`) must run from the first to the last, and their B or I from the last to the first. `progress=False`
-    leaves out the check for cycles, for callers that simulate the order next. The error names the action, stage or
-    micro-batch at fault.
+    leaves out the check for cycles, for callers that simulate the order next. The error names what is at fault.
     """
     num_stages, stage_ranks = schedule.num_stages, schedule.stage_ranks
     if not stage_ranks or set(stage_ranks) != set(range(len(schedule.ranks))):

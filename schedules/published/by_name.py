@@ -31,8 +31,7 @@ def make_published_schedule(
 ) -> PipelineSchedule:
     """Return the schedule of that name in PUBLISHED; only interleaved-1f1b has a choice of `stages_per_rank` (2).
 
-    Raises ConfigError for an unknown name, and for stages per rank that the schedule cannot have; PlanError for counts
-    below 1.
+    Raises ConfigError for an unknown name, and for stages per rank that it cannot have; PlanError for counts below 1.
     """
     if name not in PUBLISHED:
         near = did_you_mean(name, PUBLISHED)

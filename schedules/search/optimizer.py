@@ -28,9 +28,8 @@ NO_LIMIT = 1 << 20  # of micro-batches, for a dispatch policy
 
 
 class CostField(IntEnum):
-    """Index of each number in a record of costs. First come times in ns of actions: F, the gradient (B, or I if
-    backwards are split) and W. Then stored and working bytes, and ns of the transfer. The native core has the same
-    order."""
+    """Index of each number in a record of costs. First come ns of actions: F, the gradient (B, or I if backwards are
+    split) and W. Then stored and working bytes, and ns of the transfer. The native core has the same order."""
 
     FORWARD = 0
     GRADIENT = 1
@@ -46,8 +45,8 @@ class DispatchPolicy(NamedTuple):
     `extra`: stage s of S holds at most S - s + `extra` micro-batches (NO_LIMIT: as many as memory allows). With pieces
     it holds (pieces of the longest sample) - 1 more (the warm-up of Seq1F1B, arXiv 2406.03488). `rhythm` 0: gradients
     go first. 1: after a gradient a forward goes first. 2: forwards always go first, and the rank even waits for them
-    (with `extra` 0 that is 1F1B). `patience`: a W may delay the next known arrival by up to `patience` quarters of its
-    own time.
+    (with `extra` 0 that is 1F1B). `patience`: a W may delay the next known arrival by this many quarters of its own
+    time.
 
     The policy does not apply to short stages, such as those with a part of the output head. Their actions run as soon
     as they are ready, and do not count as turns of forwards or gradients.
@@ -78,8 +77,7 @@ class AnnealingSchedule(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Start:
-    """Cuts that cover the items of a batch (samples or micro-batches) in turn; `groups`: indices of each replica's
-    cuts.
+    """Cuts that cover the items of a batch (samples or micro-batches) in turn; `groups`: indices of a replica's cuts.
 
     `kind_costs` are the costs of every shape in each recomputation mode (INFEASIBLE forwards: cannot run so).
     `shapes[j, r - 1]`, int32, is the shape of the cut of r items that ends at item j, or -1 if that may not be a
@@ -101,7 +99,7 @@ class Start:
         kinds: Sequence[int],
         sample_pieces: tuple[SamplePieces, ...] = (),
     ) -> Start:
-        """Return a start of micro-batches that stay as they are; `kinds` are their indices into `kind_costs`."""
+        """Return a start of fixed micro-batches; `kinds` are indices of their modes, `groups` the replicas'."""
         return cls(
             kind_costs=tuple(kind_costs),
             shapes=np.arange(len(kinds), dtype=np.int32).reshape(-1, 1),
@@ -113,9 +111,9 @@ class Start:
 
 @dataclass(slots=True)
 class SearchState:
-    """`cuts` in the order of the items. Per replica: `groups`, the indices of its cuts in injection order; its makespan
-    in ns, under timing noise the mean (NEVER: nothing fits); and the numbers of each rank's actions. `floor_ns`: the
-    least time of the step if ranks share cores."""
+    """`cuts` in the order of the items. Per replica: `groups`, the indices of its cuts in injection order;
+    `makespan_ns`, under timing noise the mean (NEVER: nothing fits); and each rank's `actions` as numbers
+    (`Problem.make_schedules`). `floor_ns`: the least time of the step if ranks share cores."""
 
     cuts: list[Cut]
     groups: list[list[int]]
@@ -134,9 +132,9 @@ class Problem:
     """The moves that a search may make, and their costs. The native core reads the fields by their names.
 
     `records` (modes, shapes, stages, fields) are those of `make_records`, and `shapes` those of a `Start`. `free_bytes`
-    of each rank: the limit less static bytes. With `equal_counts` each replica keeps its number of cuts. `noise`: the
+    of each rank: the limit less static bytes. `working_in_backward`: B and I need working bytes, too. `noise`: the
     spread of perturbed times (`count_spread`), and the maximum predicted ns of an order. With a spread, orders are
-    judged by their mean makespan over perturbed times.
+    judged by their mean makespan over perturbed times. The other fields are as in `SearchSettings`.
     """
 
     stage_ranks: tuple[int, ...]
@@ -187,7 +185,7 @@ class Problem:
         return work_ns
 
     def make_schedules(self, state: SearchState) -> tuple[PipelineSchedule, ...]:
-        """Return the schedule of each replica, made of the numbers of its actions."""
+        """Return each replica's schedule; in `state` an action is its index in (kind, stage, cut of the replica)."""
         kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT if self.split else Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         stages, name = range(len(self.stage_ranks)), "adaptive-split" if self.split else "adaptive"
         idle: tuple[tuple[Action, ...], ...] = tuple(() for _ in set(self.stage_ranks))
@@ -236,7 +234,8 @@ def list_start_orders(
     group: Sequence[int], work_ns: Sequence[int], sample_pieces: Sequence[SamplePieces] = ()
 ) -> list[list[int]]:
     """List the first orders of a replica's cuts `group` (indices): as given, and by time, up and then down, for a short
-    fill and drain. `work_ns[m]` is the time of cut m, over all replicas. A sample's pieces stay together, as one."""
+    fill and drain. `work_ns[m]`: ns of cut m on all stages; m counts all replicas' cuts. A sample's pieces stay
+    together, as one."""
     later = {m for pieces in sample_pieces for m in pieces[1:]}
     units = {pieces[0]: pieces for pieces in sample_pieces}
     firsts = [m for m in group if m not in later]
@@ -261,24 +260,27 @@ class SearchSettings:
     """Settings of a search; `seed` and `effort` make its result a function of its starts.
 
     `effort` is the number of random moves for up to 7 replicas, twice as many for 8, three times for 12, and so on, but
-    fewer if `has_long_replicas`. From equal starts a larger effort never ends worse. With `noise`, as many moves again
-    look for the best mean over perturbed times near what the first ones found.
+    fewer if `has_long_replicas`. From equal starts a larger effort never ends worse. `split`: run backwards as I and W.
+    `stage_ranks`: the rank of each stage (None: stage s on rank s). `short_stages`: what is ready there goes first
+    (`DispatchPolicy`). `equal_counts`: replicas keep their numbers of cuts. `cores`: None if each rank has its own.
+    `noise`: the largest share by which times are perturbed; as many moves again then look for the best mean near what
+    the first ones found.
     """
 
     memory_limit_bytes: int
-    split: bool  # run backwards as I and W
+    split: bool
     effort: int
     seed: int = 0
-    stage_ranks: Sequence[int] | None = None  # default: stage s on rank s
-    short_stages: Sequence[int] = ()  # what is ready there goes first (`DispatchPolicy`)
+    stage_ranks: Sequence[int] | None = None
+    short_stages: Sequence[int] = ()
     equal_counts: bool = False
-    cores: SharedCores | None = None  # None: every rank has its own
-    noise: float = 0.0  # the largest share by which times are disturbed
+    cores: SharedCores | None = None
+    noise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Optimized:
-    """Each replica's cuts in injection order, and schedules in which micro-batch i is the replica's i-th cut.
+    """Each replica's cuts in injection order, and its schedule, in which micro-batch i is the replica's i-th cut.
     `makespan_ns`: of each replica; under timing noise, the mean."""
 
     replicas: tuple[tuple[Cut, ...], ...]

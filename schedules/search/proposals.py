@@ -58,7 +58,8 @@ _MOST_ROWS = 100  # A short search begins with packings of at most this many row
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A start of the search, and a function that returns the micro-batch of each cut in its result."""
+    """A start of the search, and `micro_batch`, the function that returns the micro-batch of a cut in the search's
+    result. `is_fixed`: cut i is the i-th micro-batch of the start."""
 
     start: Start
     micro_batch: Callable[[Cut], MicroBatch]
@@ -80,10 +81,11 @@ class Proposal:
 class StepProblem:
     """The problem of planning a step at one context-parallel degree. Its methods make the starts of a search.
 
-    `rules` are those for full rows, of which each rank of a context-parallel group has a slice. `kinds`: the
-    recomputation modes that may be chosen. If ranks share `cores`, a bubble costs nothing, so cuts are judged by their
-    work, as in a pipeline of one rank. If samples are fewer than replicas, the last replicas are empty, unless counts
-    must be equal. All methods raise PlanError if nothing that they could propose stays within the limits.
+    `rules` are those for full rows, of which each rank of a context-parallel group has a slice. `limit_bytes`: of each
+    rank. `kinds`: the recomputation modes that may be chosen. If ranks share `cores`, a bubble costs nothing, so cuts
+    are judged by their work, as in a pipeline of one rank. If samples are fewer than replicas, the last replicas are
+    empty, unless counts must be equal. All methods raise PlanError if nothing that they could propose is within the
+    limits.
     """
 
     topology: Topology
@@ -258,8 +260,8 @@ class StepProblem:
     def _price_first_cuts(
         self, samples: list[SampleLength], in_flight: Iterable[int]
     ) -> tuple[RangeCosts, list[list[Cut]]]:
-        """Price the cuts of ordered samples, and make first cuts for pipelines that hold `in_flight` micro-batches, or
-        one if no more fit."""
+        """Price the cuts of ordered samples, and make first cuts for pipelines that hold `in_flight` micro-batches (or
+        one)."""
         dp = min(self.topology.num_replicas, len(samples))
         order: SortOrder = "classes" if any(s.decoder for s in samples) else "sorted"
         caps = MicroBatchLimits(
