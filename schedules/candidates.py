@@ -89,8 +89,8 @@ def plan_fastest(problems: Sequence[StepProblem], samples: list[SampleLength], s
 def list_candidates(
     problem: StepProblem, samples: list[SampleLength], step: int, *, are_several: bool
 ) -> list[PlanCandidate]:
-    """List the ways to plan a step at one degree; of pieces, other sizes if degrees `are_several`. Raises PlanError if
-    pieces of a given size have no price."""
+    """List the ways to plan a step at one degree: whole samples or, if rules allow, pieces (of other sizes if degrees
+    `are_several`). Raises PlanError if pieces of a given size have no price."""
     rules, cp_degree = problem.rules, problem.topology.width
     plan_whole = partial(_plan_whole, problem, samples, step)
     longest = max(s.encoder for s in samples)

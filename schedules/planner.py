@@ -209,8 +209,7 @@ class Planner(PlanRules):
         return self._certify(refitted or next(make_possible(again)), samples)
 
     def forwards_like(self, plan: StepPlan) -> StepPlan:
-        """Return the forward-only step of a training step's micro-batches, each on its replica, in an order of their
-        own.
+        """Return a forward-only step of a training step's micro-batches, each on its replica, in another order.
 
         So a pass before the step (old or reference log probabilities) computes every position in the same row as the
         step's forward does, with bitwise identical results. `for_forwards` cuts again, for evaluation.

@@ -80,8 +80,7 @@ class PlannedMicroBatches:
         return self.planner.forwards_like(self.plan)
 
     def shares(self, counts: Any = None) -> tuple[tuple[float, ...], ...]:
-        """Return the share of each micro-batch's own mean in the step's loss, [replica][micro-batch]; shares add up to
-        1.
+        """Return the share of each micro-batch's own mean in the step's loss, [replica][micro-batch]; their sum is 1.
 
         `counts`, a list or array with a number for each sample in the order of the lengths, are what the loss is
         divided by. None: target tokens (a mean over tokens); 1 for each: a mean over sequences; or the tokens that a

@@ -28,7 +28,7 @@ _MOST_DOCUMENTS = 1 << 18  # in the rows that say what documents cost: more take
 
 
 def make_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBatchEvaluate:
-    """Return a function that prices rows: bottleneck ns, and bytes for `min_in_flight` rows (`find_bottleneck`)."""
+    """Return a function from rows to (bottleneck ns, bytes for `min_in_flight`) of each, by `find_bottleneck`."""
     return lambda micro_batches: find_bottleneck(costs.evaluate(micro_batches), min_in_flight)
 
 
@@ -381,7 +381,7 @@ def list_finer_splits(
 
 
 def halve_rows(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
-    """Return the rows, the `count` shortest with several whole samples (or all such, if fewer) as two rows each.
+    """Return the rows with the `count` shortest, of those with several whole samples, divided into two rows each.
 
     A row's samples go, the longest first, to the half with fewer positions. Rows with a piece of a long sample stay.
 

@@ -29,7 +29,7 @@ _CLASSES = tuple(3**k for k in range(1, 20))
 
 
 class Cut(NamedTuple):
-    """One micro-batch: items `first` to `end` - 1 in order, and `kind`, the index of its recomputation mode."""
+    """One micro-batch: samples (or `Start` items) `first` to `end` - 1; `kind` is its recomputation mode's index."""
 
     first: int
     end: int
@@ -184,11 +184,11 @@ def price_cuts(
     min_in_flight: int = 1,
     is_exact: bool = False,
 ) -> RangeCosts:
-    """Price all ranges of samples that may be a micro-batch: within the limits, and not far slower than even cuts.
+    """Price all ranges of samples that may be a micro-batch: within `caps`, and not far slower than even cuts.
 
-    Even cuts, ranges that each take up to some time, have their least sum(t) + `weight` x max(t) at one such time.
-    Ranges of up to 1.25 times this time are priced, or up to twice it if two may be merged (`equal_counts`,
-    `least_work`). With `is_exact`, or `least_work` and few samples, all that an optimum may have are priced.
+    Even cuts are ranges whose times t are each as near to T as they can be; T makes sum(t) + `weight` x max(t) least.
+    Ranges of up to 1.25 T are priced, or of up to twice T if two ranges may be merged (`equal_counts`, `least_work`).
+    With `is_exact`, or `least_work` and few samples, all that an optimum may have are priced.
 
     Raises PlanError, naming the sample, if one does not fit `min_in_flight` times by itself.
     """

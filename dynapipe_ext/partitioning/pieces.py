@@ -85,7 +85,7 @@ class RowTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceChoice:
-    """A way to cut long samples: pieces of about `tokens` positions, equal in `even` time (default: in length).
+    """A way to cut long samples: pieces of about `tokens` positions, of equal time by `even` (or equal length).
 
     `makespan_ns`: the expected makespan, the work of the busiest replica plus the time that its pipeline waits for the
     longest row; searches end a few percent below it. `hoped_ns`: with half of that wait. No search has got below this:

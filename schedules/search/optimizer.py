@@ -204,7 +204,8 @@ class Problem:
 def drop_merged(
     cuts: Sequence[tuple[int, ...]], groups: Sequence[Sequence[int]]
 ) -> tuple[list[tuple[int, ...]], list[list[int]]]:
-    """Return the native core's cuts, in the order of the items, that were not merged into others; and their groups."""
+    """Return the native core's cuts without those merged into others, in the order of the items; and `groups` with the
+    indices of these cuts."""
     left = sorted((cut, m) for m, cut in enumerate(cuts) if cut[0] >= 0)
     place = {m: i for i, (_, m) in enumerate(left)}
     return [cut for cut, _ in left], [[place[m] for m in group] for group in groups]

@@ -69,7 +69,7 @@ class Proposal:
         return [[self.micro_batch(cut) for cut in replica] for replica in cuts]
 
     def pick_costs(self, cuts: Sequence[Sequence[Cut]]) -> tuple[MicroBatchCosts, ...] | None:
-        """Return the costs of each replica's micro-batches if these are fixed and none has a piece, else None."""
+        """Return each replica's costs of `cuts`, taken from the start; None unless it `is_fixed` and has no pieces."""
         start = self.start
         if not self.is_fixed or start.sample_pieces:
             return None
