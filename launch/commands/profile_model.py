@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import platform
@@ -323,11 +322,7 @@ def _errors(table: CostTable, measure: TimedDevice, job: _Job) -> dict[str, Held
     if table.facts.slices_head:
         kind = with_sliced_head(within.recomputes)[0]
         groups["head in slices"] = [make_padded(shape, kind) for shape in within.list_sliced(job.args.held_out)]
-    in_turn = itertools.zip_longest(*groups.values())
-    pairs = [(name, one) for ones in in_turn for name, one in zip(groups, ones, strict=True) if one is not None]
-    of_each = [(name, held_out_errors(table, measure, [one])) for name, one in pairs]
-    joined = {group: HeldOutErrors.joined([one for name, one in of_each if name == group]) for group in groups}
-    return joined | errors
+    return held_out_errors(table, measure, groups) | errors
 
 
 def _job(args: argparse.Namespace, start_s: float) -> _Job:

@@ -174,7 +174,7 @@ def test_few_shapes_are_enough_for_the_target() -> None:
     shapes = within.draw_held_out(40, seed=3)
     kinds: list[Recompute] = ["none", "selective", "full"]
     batches = [padded(*shape, kinds[i % 3]) for i, shape in enumerate(shapes)]
-    errors = held_out_errors(table, TimedDevice(device), batches)
+    errors = held_out_errors(table, TimedDevice(device), {"padded": batches})["padded"]
     assert all(mean <= 0.03 for name, mean in errors.mean.items() if name.endswith("_s")), errors.mean
     assert errors.worst["stored_bytes"] <= 0.01
     assert errors.worst["peak_bytes"] <= 0.01
@@ -276,7 +276,8 @@ def test_heads_in_slices_are_priced_as_measured_and_whole_up_to_a_slice() -> Non
         assert in_slices.stored_bytes[0, 1] == pytest.approx(4 * layers.stored_bytes + head.stored_bytes, rel=0.01)
         assert in_slices.backward_ns[0, 1] == pytest.approx(1e9 * (4 * layers.backward_s + head.backward_s), rel=0.05)
         assert in_slices.weight_ns[0, 1] == pytest.approx(1e9 * 4 * layers.weight_s, rel=0.05)
-    errors = held_out_errors(table, TimedDevice(Device()), [padded(*shape, "head") for shape in _RANGE.list_sliced(8)])
+    sliced = [padded(*shape, "head") for shape in _RANGE.list_sliced(8)]
+    errors = held_out_errors(table, TimedDevice(Device()), {"sliced": sliced})["sliced"]
     assert errors.num_unpriced == 0
     assert all(mean <= 0.03 for mean in errors.mean.values()), errors.mean
     arrays = table.evaluate_shapes([6], [300], 0, "head+full")

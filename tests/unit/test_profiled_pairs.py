@@ -121,7 +121,7 @@ def test_few_shapes_price_pairs_that_nobody_measured(table: CostTable) -> None:
     shapes = replace(RANGE, max_tokens=2048).draw_held_out(40, seed=3)
     kinds: list[Recompute] = ["none", "selective", "full"]
     batches = [padded(*shape, kinds[i % 3]) for i, shape in enumerate(shapes)]
-    errors = held_out_errors(table, TimedDevice(PairDevice()), batches)
+    errors = held_out_errors(table, TimedDevice(PairDevice()), {"padded": batches})["padded"]
     assert errors.num_unpriced == 0
     assert all(mean <= 0.02 for name, mean in errors.mean.items() if name.endswith("_s")), errors.mean
     assert errors.worst["stored_bytes"] <= 0.005

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from rich.table import Table
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, slices_head
@@ -30,17 +31,15 @@ _LABELS = {
 _SMALL = 0.02  # of a forward: shorter actions, such as a W without work, have no meaningful ratio
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class HeldOutErrors:
     """|predicted - measured| / measured, by quantity, over micro-batches that the table does not contain."""
 
-    by_quantity: Mapping[str, Sequence[float]]
+    by_quantity: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _LABELS})
     num_unpriced: int = 0  # micro-batches that need shapes which ran out of memory
 
-    @classmethod
-    def joined(cls, parts: Sequence[HeldOutErrors]) -> HeldOutErrors:
-        by_quantity = {name: [error for one in parts for error in one.by_quantity[name]] for name in _LABELS}
-        return cls(by_quantity=by_quantity, num_unpriced=sum(one.num_unpriced for one in parts))
+    def add(self, name: str, predicted: npt.ArrayLike, measured: npt.ArrayLike) -> None:
+        self.by_quantity[name] += np.ravel(np.abs(np.subtract(predicted, measured)) / measured).tolist()
 
     @property
     def mean(self) -> dict[str, float]:
@@ -54,25 +53,29 @@ class HeldOutErrors:
         return {"mean": self.mean, "worst": self.worst, "unpriced": self.num_unpriced}
 
 
-def held_out_errors(table: CostTable, measure: TimedDevice, micro_batches: Sequence[MicroBatch]) -> HeldOutErrors:
-    """Errors for every micro-batch on one layer of each side with the head: measured, and predicted by the table.
-    Nothing of those for which there is no time."""
+def held_out_errors(
+    table: CostTable, measure: TimedDevice, groups: Mapping[str, Sequence[MicroBatch]]
+) -> dict[str, HeldOutErrors]:
+    """Errors for the micro-batches of each group in turn, on one layer of each side with the head: measured, and
+    predicted by the table. Nothing of those for which there is no time."""
     one_layer = replace(table, num_layers=1, num_decoder_layers=0, once_bytes={})
     parts: tuple[ModelPart, ...] = ("encoder", "decoder") if table.has_decoder else ("layer",)
-    errors: dict[str, list[float]] = {name: [] for name in _LABELS}
-    unpriced = 0
-    for m in micro_batches:
+    errors = {group: HeldOutErrors() for group in groups}
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*groups.values()))
+    for m, of_group in zip(in_turn, itertools.cycle(errors.values()), strict=False):
+        if m is None:
+            continue
         try:
             costs = one_layer.evaluate([m])
         except PlanError:
-            unpriced += 1
+            of_group.num_unpriced += 1
             continue
         if not measure.has_time(sum(measure.expect_s(part, m) for part in (*parts, "head"))):
             continue
         measured_parts = [*(measure(part, m) for part in parts), measure("head", _plain(m))]
         fitting = [one for one in measured_parts if one]
         if len(fitting) < len(measured_parts):
-            unpriced += 1
+            of_group.num_unpriced += 1
             continue
         forward, backward, weight, stored = (
             int(values[0, 0]) for values in (costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.stored_bytes)
@@ -90,8 +93,8 @@ def held_out_errors(table: CostTable, measure: TimedDevice, micro_batches: Seque
         }
         for name, value in measured.items():
             if name.endswith("bytes") or value > _SMALL * measured["forward_s"]:
-                errors[name].append(abs(predicted[name] - value) / value)
-    return HeldOutErrors(by_quantity=errors, num_unpriced=unpriced)
+                of_group.add(name, predicted[name], value)
+    return errors
 
 
 def errors_of_pieces(
@@ -101,8 +104,7 @@ def errors_of_pieces(
     of those for which there is no time within a `share` of the limit."""
     assert table.pieces is not None
     alone = replace(table, num_layers=2, topology=Topology(tp=table.topology.tp, pp=2))  # the first of two stages
-    errors: dict[str, list[float]] = {name: [] for name in _LABELS}
-    unpriced = 0
+    errors = HeldOutErrors()
     for pieces in samples:
         if not measure.has_time(measure.expect_s("layer", *pieces), share):
             continue
@@ -111,19 +113,16 @@ def errors_of_pieces(
         except PlanError:
             measured = None
         if measured is None:
-            unpriced += 1
+            errors.num_unpriced += 1
             continue
         held = int(costs.stored_bytes[0].sum())
         sums = SUM_BYTES * table.pieces.kept_values * pieces[-1].samples[0].start  # none before the first backward
-        promised = {"stored_bytes": held - sums, "peak_bytes": held + int(costs.working_bytes[0, -1])}
-        true_s = np.reshape(measured.each_s, (2, -1))
-        off = np.abs(np.stack([costs.forward_ns[0], costs.backward_ns[0]]) / 1e9 - true_s) / true_s
-        errors["forward_s"] += off[0].tolist()
-        errors["backward_s"] += off[1].tolist()
-        for name, num_bytes in promised.items():
-            true = getattr(measured, name)
-            errors[name].append(abs(num_bytes - true) / true)
-    return HeldOutErrors(by_quantity=errors, num_unpriced=unpriced)
+        forward_s, backward_s = np.reshape(measured.each_s, (2, -1))
+        errors.add("forward_s", costs.forward_ns[0] / 1e9, forward_s)
+        errors.add("backward_s", costs.backward_ns[0] / 1e9, backward_s)
+        errors.add("stored_bytes", held - sums, measured.stored_bytes)
+        errors.add("peak_bytes", held + int(costs.working_bytes[0, -1]), measured.peak_bytes)
+    return errors
 
 
 def _plain(m: MicroBatch) -> MicroBatch:
