@@ -49,8 +49,7 @@ class Action:
 class PipelineSchedule:
     """The actions of each pipeline rank in order, and `stage_ranks[stage]`, the rank that holds a stage.
 
-    `forward_only`: no backward is to follow (evaluation). Otherwise validation and lowering reject it without
-    backwards.
+    `forward_only`: no backward is to follow (evaluation). Otherwise validation and lowering require backwards.
     """
 
     name: str

@@ -107,8 +107,7 @@ def draw(schedule: PipelineSchedule, trace: Trace, *, width: int) -> str:
     """Return a picture for terminals: a row per rank, `width` characters wide, in proportion to time.
 
     F of micro-batch 3 is "3---", B "3'==", I "3i==", W "3w~~"; idle time is dots. If ranks hold several stages, the
-    stage comes first ("1.3---") if it fits into every action. An action too short for its label shows as much of it as
-    fits.
+    stage comes first ("1.3---") if it fits into every action. A label too long for its action is cut off.
     """
     margin = len(str(len(schedule.ranks) - 1))
     rows = draw_cells(schedule, trace, width=width)

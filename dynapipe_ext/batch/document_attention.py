@@ -41,8 +41,8 @@ class SharedRows(Protocol):
     ) -> Any:
         """Return (P, B, heads, D) from `tensors`: queries, keys and values of this rank's P positions of B rows.
         `document_lengths` are those of each complete row. `attention` receives lists of documents' queries, keys and
-        values, (positions, heads, D); of fewer queries than keys, they are the last. `carried`: the piece (Carried)
-        that is the first document, or None. With `recompute` the backward computes attention again."""
+        values, (positions, heads, D); queries are a document's last positions. `carried`: the piece (Carried) that is
+        the first document, or None. With `recompute` the backward computes attention again."""
         ...
 
 

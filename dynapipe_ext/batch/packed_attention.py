@@ -26,8 +26,9 @@ _SHARED_HEADS = "enable_gqa"  # torch 2.11 shares heads without being asked
 class VarlenKernel:
     """An attention function of an installed package: its module, and its names of the `arguments` that it has.
 
-    These names are by flash-attn's. All are passed by name, since new versions insert arguments between old ones.
-    `capabilities`: the major compute capabilities it runs on. `unbounded`: its value for a window side without a bound.
+    `arguments`: flash-attn's name to its own; all are passed by name, since new versions insert arguments between old
+    ones. `capabilities`: major compute capabilities that it runs on. `unbounded`: its value for a window side without a
+    bound.
     """
 
     name: str

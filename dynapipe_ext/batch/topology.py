@@ -17,8 +17,7 @@ Vocabulary = Literal["whole", "head", "both"]  # its parts that are split over p
 
 
 def place_stages(name: PlacementName, pp: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """Return the pipeline rank of each stage under a named placement; `stages_per_rank` is by default 1 if linear, else
-    2.
+    """Return the pipeline rank of each stage under a named placement; `stages_per_rank` None: 1 if linear, else 2.
 
     linear: stage s on rank s. interleaved: down the ranks, round after round (Narayanan et al. 2021, sec. 2.2). v: down
     and back up in turns, so that the first and the last stage share a rank (Qi et al. 2024, "Pipeline Parallelism with

@@ -73,12 +73,11 @@ class RangeCosts:
     def make_first_cuts(
         self, *, pp: int, dp: int, min_in_flight: int, equal_counts: bool = False, thinning_ns: int = 0
     ) -> list[Cut]:
-        """Return cuts that cover the samples in turn, with about the least sum(t) / dp + (pp - 1) max(t), where t is
-        the bottleneck time of a cut in ns.
+        """Return cuts that cover the samples in turn, with about the least sum(t) / dp + (pp - 1) max(t).
 
-        Each cut has the fastest mode in which ranks can hold `min_in_flight` such micro-batches (see
-        `find_bottleneck`). There is at least one cut per replica; under `equal_counts` their number is a multiple of
-        dp. Bounds on t are tried `thinning_ns` apart (0: a share of the longest sample's time).
+        Each t is a cut's bottleneck time in ns, in the fastest mode in which ranks can hold `min_in_flight` such
+        micro-batches (see `find_bottleneck`). There is at least one cut per replica; under `equal_counts` their number
+        is a multiple of dp. Bounds on t are tried `thinning_ns` apart (0: a share of the longest sample's time).
 
         Raises PlanError if a sample does not fit `min_in_flight` times, or if counts cannot be made equal.
         """
@@ -294,7 +293,8 @@ class _Table:
         return np.where(late, np.int32(-1), self.cells), np.where(late, INFEASIBLE, times)
 
     def list_shapes(self, most_ns: int) -> ShapeIndex:
-        """Return shapes by [last sample, rows - 1]; -1: over `most_ns` or a limit. Single samples always have one."""
+        """Return shapes: [j, r - 1] is that of the r samples that end at sample j; -1 if they take over `most_ns` or
+        break a limit. Single samples always have a shape."""
         cells, _ = self._list_cells(most_ns)
         cells = cells[: int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1]
         rows, samples = np.indices((len(cells), len(self.member)), np.int32, sparse=True)

@@ -18,8 +18,7 @@ _NEVER = 1 << 62
 
 def forward_schedule(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> PipelineSchedule:
     """Return the forward-only schedule that runs the micro-batches of `costs` in their order on every stage. A free
-    rank takes the oldest micro-batch that has arrived, or waits for one. So few messages wait for ranks of several
-    stages."""
+    rank takes the oldest micro-batch that has arrived, or waits. So few messages wait for ranks of several stages."""
     stages, count = len(stage_ranks), costs.num_micro_batches
     forward: list[list[int]] = costs.forward_ns.tolist()
     transfer: list[list[int]] = costs.transfer_ns.tolist()

@@ -99,7 +99,8 @@ class Start:
         kinds: Sequence[int],
         sample_pieces: tuple[SamplePieces, ...] = (),
     ) -> Start:
-        """Return a start of fixed micro-batches; `kinds` are indices of their modes, `groups` the replicas'."""
+        """Return a start of micro-batches that stay as they are. `kinds`: each one's mode, an index into `kind_costs`;
+        `groups`: indices of each replica's micro-batches."""
         return cls(
             kind_costs=tuple(kind_costs),
             shapes=np.arange(len(kinds), dtype=np.int32).reshape(-1, 1),
@@ -173,7 +174,8 @@ class Problem:
         return SearchState(new_cuts, new_groups, makespans, actions, floor_ns)
 
     def find_records(self, cuts: Sequence[Cut], *, every_kind: bool = False) -> IntArray:
-        """Return the records (cuts, stages, fields) of cuts in their modes; with `every_kind`, (modes, ...) in all."""
+        """Return the records of cuts in their modes: (cuts, stages, fields); with `every_kind`, those in all modes:
+        (modes, cuts, stages, fields)."""
         firsts, ends, kinds = np.array(cuts, np.int64).reshape(-1, 3).T
         shapes = self.shapes[ends - 1, ends - firsts - 1]
         return self.records[:, shapes] if every_kind else self.records[kinds, shapes]
@@ -235,8 +237,8 @@ def list_start_orders(
     group: Sequence[int], work_ns: Sequence[int], sample_pieces: Sequence[SamplePieces] = ()
 ) -> list[list[int]]:
     """List the first orders of a replica's cuts `group` (indices): as given, and by time, up and then down, for a short
-    fill and drain. `work_ns[m]`: ns of cut m on all stages; m counts all replicas' cuts. A sample's pieces stay
-    together, as one."""
+    fill and drain. `work_ns[m]`: ns of cut m on all stages; m counts all replicas' cuts. Pieces of a sample stay one
+    unit."""
     later = {m for pieces in sample_pieces for m in pieces[1:]}
     units = {pieces[0]: pieces for pieces in sample_pieces}
     firsts = [m for m in group if m not in later]

@@ -84,8 +84,7 @@ class StepProblem:
     `rules` are those for full rows, of which each rank of a context-parallel group has a slice. `limit_bytes`: of each
     rank. `kinds`: the recomputation modes that may be chosen. If ranks share `cores`, a bubble costs nothing, so cuts
     are judged by their work, as in a pipeline of one rank. If samples are fewer than replicas, the last replicas are
-    empty, unless counts must be equal. All methods raise PlanError if nothing that they could propose is within the
-    limits.
+    empty, unless counts must be equal. Methods raise PlanError if all that they could propose breaks the limits.
     """
 
     topology: Topology
@@ -237,7 +236,8 @@ class StepProblem:
         return [[parts[i] for i in group] for group in self._assign(time_ns.tolist(), samples, step)]
 
     def propose_fixed(self, splits: Sequence[Replicas]) -> list[Proposal]:
-        """Return splits as starts of a search that keeps micro-batches, and a published policy's recomputation."""
+        """Return a start for each split, which keeps its micro-batches. The search may change their recomputation, but
+        under a published policy only to modes that the split has."""
         proposed = []
         for replicas in splits:
             micro_batches = [m for replica in replicas for m in replica]
