@@ -22,7 +22,6 @@ from dynapipe_ext.costs.model import (
     CostModel,
     IntArray,
     MicroBatchCosts,
-    ShapePricer,
     fingerprint,
     make_growing_times,
 )
@@ -172,26 +171,26 @@ class FittedTimes:
     ) -> MicroBatchCosts:
         """Return adjusted `costs` of micro-batches with these recomputation modes, tokens and squared lengths."""
         times = list_times(costs)
-        fitted = {
-            letter: np.stack(
-                [
-                    correct_times(stage, letter, make_correction_terms(of_stage, tokens, squares), kinds)
-                    for stage, of_stage in zip(self.corrections, times[letter], strict=True)
-                ]
-            ).astype(np.int64)
-            for letter in LETTERS
-        }
-        has_parts, has_whole = (
-            np.array([[{*names} <= {*stage}] for stage in self.corrections]) for names in ("IW", "B")
-        )
-        in_proportion = np.floor(times["W"] / np.maximum(times["B"], 1) * fitted["B"]).astype(np.int64)
+        forward, backward, weight = (times[letter].copy() for letter in "FBW")
+        for s, stage in enumerate(self.corrections):
+            fitted = {
+                letter: correct_times(stage, letter, make_correction_terms(of[s], tokens, squares), kinds)
+                for letter, of in times.items()
+            }
+            forward[s] = fitted["F"]
+            if "I" in stage and "W" in stage:
+                backward[s], weight[s] = fitted["I"] + fitted["W"], fitted["W"]
+            elif "B" in stage:
+                weight[s] = np.floor(weight[s] / np.maximum(backward[s], 1) * fitted["B"])
+                backward[s] = fitted["B"]
         adjusted: dict[str, Any] = {
-            "forward_ns": fitted["F"],
-            "backward_ns": np.where(has_parts, fitted["I"] + fitted["W"], np.where(has_whole, fitted["B"], times["B"])),
-            "weight_ns": np.where(has_parts, fitted["W"], np.where(has_whole, in_proportion, times["W"])),
+            name: np.where((before == 0) | costs.infeasible, before, after)
+            for name, before, after in (
+                ("forward_ns", costs.forward_ns, forward),
+                ("backward_ns", costs.backward_ns, backward),
+                ("weight_ns", costs.weight_ns, weight),
+            )
         }
-        for (name, new), letter in zip(adjusted.items(), "FBW", strict=True):
-            adjusted[name] = np.where((times[letter] == 0) | costs.infeasible, times[letter], new)
         return replace(costs, **adjusted)
 
     def bind(self, costs: MicroBatchCosts, kinds: npt.NDArray[np.str_]) -> MicroBatchCosts:
@@ -233,12 +232,15 @@ class AdjustedCosts(CostModel):
     since gradients and optimizer states are in memory while a training run is evaluated. A training step's forward
     stores bytes and needs working bytes in addition. Their sum, without recomputation or under full recomputation,
     limits the working bytes here: a forward without gradients keeps nothing that either of these drops.
+
+    `lowest` prices are what each adjustment's `bind` returns: the base of bounds over all plans.
     """
 
     prices: CostModel
     frozen: FrozenWeights | None = None
     fitted: FittedTimes | None = None
     forward_only: bool = False
+    lowest: bool = False
 
     def __post_init__(self) -> None:
         assert not isinstance(self.prices, AdjustedCosts), "adjust by `adjust`"
@@ -269,8 +271,11 @@ class AdjustedCosts(CostModel):
             kinds = recompute if kind is None else np.full(recompute.shape, kind)
             if self.frozen:
                 plain = costs if (kinds == "none").all() else self.prices.price(features.with_recompute("none"))
-                costs = self.frozen.adjust(costs, plain, kinds, tokens)
-            return self.fitted.adjust(costs, kinds, tokens, squares) if self.fitted else costs
+                least = self.frozen.bind(costs, plain) if self.lowest else None
+                costs = least or self.frozen.adjust(costs, plain, kinds, tokens)
+            if not self.fitted:
+                return costs
+            return self.fitted.bind(costs, kinds) if self.lowest else self.fitted.adjust(costs, kinds, tokens, squares)
 
         if not self.forward_only:
             return price_under(None)
@@ -282,14 +287,14 @@ class AdjustedCosts(CostModel):
         costs, full = price_under(None).drop_backwards(), price_under("full").drop_backwards()
         return replace(costs, working_bytes=np.minimum(costs.working_bytes, full.working_bytes))
 
-    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> Floor | None:
+    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: CostModel | None = None) -> Floor | None:
         """Return the lower bound of training, for bounds over all plans; None for forward-only costs, and if `prices`
         have none.
 
         Growing times are adjusted, the least of all recomputation modes; None if fitted times would turn the time of a
         short sample from nothing into something. Measured points take the `bind` of each adjustment.
         """
-        at_points = LowestTimes(self)
+        at_points = replace(self, lowest=True)
         floor = None if self.forward_only else self.prices.get_floor(stage_ranks, split=split, least=least or at_points)
         if floor is None:
             return None
@@ -389,21 +394,3 @@ def read_adjustment(raw: Mapping[str, Any]) -> dict[str, Any]:
 def find_fitted_times(costs: CostModel) -> FittedTimes | None:
     """Return the times that were fitted to these costs; None before a fit."""
     return costs.fitted if isinstance(costs, AdjustedCosts) else None
-
-
-@dataclass(frozen=True, slots=True)
-class LowestTimes(CostModel):
-    """Prices that each adjustment's `bind` returns."""
-
-    costs: AdjustedCosts
-
-    @property
-    def num_stages(self) -> int:
-        return self.costs.num_stages
-
-    def price(self, features: Features) -> MicroBatchCosts:
-        prices, frozen, fitted = self.costs.prices, self.costs.frozen, self.costs.fitted
-        costs = prices.price(features)
-        if frozen:
-            costs = frozen.bind(costs, prices.price(features.with_recompute("none")))
-        return fitted.bind(costs, features.recompute) if fitted else costs

@@ -23,7 +23,7 @@ from dynapipe_ext.costs.codec import dump_fields, from_json
 from dynapipe_ext.costs.features import Features, Kinds, PiecePositions, split_kinds
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray
-from dynapipe_ext.costs.layers import HALVES, HEAD_MESSAGE_BYTES, CountedLayers, StageLayout, lay_out, list_layers
+from dynapipe_ext.costs.layers import HEAD_MESSAGE_BYTES, CountedLayers, StageLayout, lay_out, list_layers
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
     UNCOUNTED_TAX,
@@ -31,7 +31,6 @@ from dynapipe_ext.costs.model import (
     CostModel,
     IntArray,
     MicroBatchCosts,
-    ShapePricer,
     check_tax,
     make_growing_times,
     scale_bytes,
@@ -251,7 +250,7 @@ class AnalyticCosts(CostModel):
         return replace(self, exact_sums=True)
 
     def get_floor(
-        self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None
+        self, stage_ranks: tuple[int, ...], *, split: bool, least: CostModel | None = None
     ) -> GrowingTimes | None:
         """Return the floor of a decoder-only model: attention across two sides does not grow by tokens and squares."""
         if self.has_decoder:
@@ -306,12 +305,15 @@ class AnalyticCosts(CostModel):
             one = self._price_layer(layers, group, rank, recompute)
             on_stages[:4] += layers.counts * one[:4, None]
             on_stages[4] = np.maximum(on_stages[4], (layers.counts > 0) * one[4])
-        on_stages[3] += self._count_side_bytes(rank, full)
-        head = layout.has_head * self._price_head(group, tokens, in_chunks, full)
-        flops = on_stages[:3] + head[:3]
-        halves = sum(counts * (1 if kind in HALVES else 2) for kind, counts in layout.counts.items())
-        halves = halves + layout.has_head * (len(topology.head_stages) > 1)
-        overhead_ns = self.overhead_ns + halves * self.layer_overhead_ns // 2
+        if self.has_decoder:
+            on_stages[3] += self._count_side_bytes(rank, full)
+        flops, stored, working = on_stages[:3], self._as_measured(on_stages[3], full), on_stages[4]
+        head_flops, head_stored, head_working = self._price_head(group, tokens, in_chunks, full)
+        with_head = slice(topology.head_stages.start, None)
+        flops[:, with_head] += head_flops[:, None]
+        stored[with_head] += scale_bytes(head_stored, (self._measured_adapters or self).head_bytes_factor)
+        working[with_head] = np.maximum(working[with_head], head_working)
+        overhead_ns = self.overhead_ns + layout.halves * self.layer_overhead_ns // 2
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
         hidden = self._split(self.activation_bytes_per_value * a.hidden_size * rank[:2])
         sent = layout.add_messages(hidden, HEAD_MESSAGE_BYTES * tokens)
@@ -320,8 +322,8 @@ class AnalyticCosts(CostModel):
             forward_ns=overhead_ns + self._compute_ns(flops[0], taxed=True),
             backward_ns=overhead_ns + self._compute_ns(flops[1], taxed=True),
             weight_ns=self._compute_ns(flops[2]),
-            stored_bytes=self._as_measured(on_stages[3], head[3], full),
-            working_bytes=np.maximum(on_stages[4], head[4]) + self.states.buffers[:, None],
+            stored_bytes=stored,
+            working_bytes=working + self.states.buffers[:, None],
             transfer_ns=links.transfer_ns(topology, sent),
             transfer_bytes=sent,
             static_bytes=self.states.device.total,
@@ -479,31 +481,28 @@ class AnalyticCosts(CostModel):
             + (layers > 0) * (((recompute == "full") | (recompute == "stage")) * copied + gathered),
         )
 
-    def _as_measured(self, layer_bytes: IntArray, head_bytes: IntArray, is_full: BoolArray) -> IntArray:
-        """Return what is stored, of counted bytes. A recomputed layer keeps its input, however little it keeps else."""
-        factors = self._measured_adapters or self
-        of_layers = scale_bytes(layer_bytes, factors.layer_bytes_factor)
-        if not self.has_decoder:
-            of_layers = np.where(is_full, np.maximum(layer_bytes, of_layers), of_layers)
-        of_head = scale_bytes(head_bytes, factors.head_bytes_factor)
-        return np.asarray(of_layers + of_head)
+    def _as_measured(self, layer_bytes: IntArray, is_full: BoolArray) -> IntArray:
+        """Return what layers store, of counted bytes. A recomputed one keeps its input, whatever it keeps else."""
+        measured = scale_bytes(layer_bytes, (self._measured_adapters or self).layer_bytes_factor)
+        return measured if self.has_decoder else np.where(is_full, np.maximum(layer_bytes, measured), measured)
 
-    def _price_head(self, group: IntArray, tokens: IntArray, in_chunks: BoolArray, full: BoolArray) -> IntArray:
-        """Return, as `_price_layer`, what a stage's part of the head and the final norm costs, (5, S, M): for a group's
-        positions and for a rank's tokens."""
+    def _price_head(
+        self, group: IntArray, tokens: IntArray, in_chunks: BoolArray, full: BoolArray
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Return what one of the head's parts costs with the final norm, for a group's positions and for a rank's
+        tokens: FLOPs of F, B and W, (3, M), bytes that each part stores, (parts, M), and that it needs, (M,)."""
         a, heads, values = self.architecture, self.topology.head_stages, self.activation_bytes_per_value
-        h, num_tokens = a.hidden_size, group[int(self.has_decoder)]
-        products = 2 * a.vocab_size * h // self.topology.tp // len(heads) * num_tokens
+        products = 2 * a.vocab_size * a.hidden_size // self.topology.tp // len(heads) * group[int(self.has_decoder)]
         logits, (kept_in_chunks, working_in_chunks) = tokens * self._head_columns, self.count_chunked_head_bytes(tokens)
-        num_inputs = 1 + (np.arange(self.num_stages)[:, None] == heads.start)  # the norm's and the head's
-        stored = num_inputs * self._split(values * h * tokens) + np.where(in_chunks, kept_in_chunks, 4 * logits)
+        num_inputs = 1 + (np.arange(len(heads))[:, None] == 0)  # the head's, and on the first stage the norm's
+        stored = num_inputs * self._split(values * a.hidden_size * tokens)
+        stored = stored + np.where(in_chunks, kept_in_chunks, 4 * logits)
         if len(heads) > 1:
             stored = stored + 2 * HEAD_MESSAGE_BYTES * tokens
         if self._defers:
-            stored = np.where(in_chunks, stored, np.maximum(stored, values * (h * tokens + logits)))
-        working = np.where(in_chunks, working_in_chunks, values * logits)
-        rows = products, (2 + in_chunks) * products, np.where(full | in_chunks, 0, products), stored, working
-        return np.stack([np.broadcast_to(row, stored.shape) for row in rows])
+            stored = np.where(in_chunks, stored, np.maximum(stored, values * (a.hidden_size * tokens + logits)))
+        flops = np.stack([products, (2 + in_chunks) * products, np.where(full | in_chunks, 0, products)])
+        return flops, stored, np.where(in_chunks, working_in_chunks, values * logits)
 
     @property
     def _head_columns(self) -> int:

@@ -60,11 +60,14 @@ def check_bytes(*tables: Mapping[Any, float]) -> None:
 @dataclass(frozen=True, slots=True, eq=False)
 class StageLayout:
     """The layers of every stage by kind: full ones of an encoder or a decoder-only model, full ones of a decoder, and
-    attentions and MLPs without their other half. `counts`: their numbers, shape (S, 1)."""
+    attentions and MLPs without their other half. `counts`: their numbers, shape (S, 1). `halves`: those of layers, and
+    parts of a split head, which count as one each."""
 
     topology: Topology
     layers: Mapping[LayerKind, list[range]]
     counts: Mapping[LayerKind, IntArray]
+    has_head: BoolArray  # or a part of it, shape (S, 1)
+    halves: IntArray
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -85,11 +88,6 @@ class StageLayout:
     def attentions(self) -> IntArray:
         """Encoder layers of every stage whose attention it computes, shape (S, 1)."""
         return self.counts["encoder"] + self.counts["attention"]
-
-    @property
-    def has_head(self) -> BoolArray:
-        """Whether a stage has a part of the head, shape (S, 1)."""
-        return np.arange(self.topology.num_stages)[:, None] >= self.topology.head_stages.start
 
     def add_messages(self, sides: npt.NDArray[Number], head: npt.NDArray[Number]) -> npt.NDArray[Number]:
         """Return what crosses every boundary, (S - 1, M): hidden states of the encoder, after the first decoder layer
@@ -129,7 +127,9 @@ def lay_out(num_layers: int, total_layers: int, topology: Topology) -> StageLayo
         "mlp": [stage.mlp_half for stage in stages],
     }
     counts = {kind: np.array([[len(one)] for one in of_stages], np.int64) for kind, of_stages in layers.items()}
-    return StageLayout(topology, layers, counts)
+    has_head = np.arange(topology.num_stages)[:, None] >= topology.head_stages.start
+    halves = sum(count * (1 if kind in HALVES else 2) for kind, count in counts.items())
+    return StageLayout(topology, layers, counts, has_head, halves + has_head * (len(topology.head_stages) > 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

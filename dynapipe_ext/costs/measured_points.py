@@ -11,7 +11,7 @@ from dynapipe_ext.batch.micro_batches import Recompute, recompute_of_layers
 from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints, accumulate_minimum
 from dynapipe_ext.costs.grid import FloatArray
 from dynapipe_ext.costs.layers import COLUMNS, HALVES, LayerKind
-from dynapipe_ext.costs.model import ShapePricer
+from dynapipe_ext.costs.model import CostModel
 
 if TYPE_CHECKING:
     from dynapipe_ext.costs.table import CostTable
@@ -21,7 +21,7 @@ _MORE_ROWS = (*range(1, 16), 20, 24, 28, 40, 48, 56)
 
 
 @lru_cache(maxsize=8)
-def make_points(table: CostTable, stage_ranks: tuple[int, ...], split: bool, least: ShapePricer | None) -> TablePoints:
+def make_points(table: CostTable, stage_ranks: tuple[int, ...], split: bool, least: CostModel | None) -> TablePoints:
     """Return the points of a table, with times priced by `least` if given; they depend on no batch and are cached."""
     axes = _merge_axes(table)
     shape = tuple(map(len, axes))

@@ -239,24 +239,6 @@ class MicroBatchPricer(Protocol):
     def fingerprint(self) -> str: ...
 
 
-@runtime_checkable
-class ShapePricer(Protocol):
-    """Prices of padded shapes as arrays; a rejected shape costs INFEASIBLE. Hashable, as floors are cached."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def num_stages(self) -> int: ...
-
-    def evaluate_shapes(
-        self,
-        rows: npt.ArrayLike,
-        encoder_len: npt.ArrayLike,
-        decoder_len: npt.ArrayLike = 0,
-        recompute: Recompute = "none",
-    ) -> MicroBatchCosts: ...
-
-
 class CostModel:
     """Seconds and bytes of micro-batches on every stage of one topology. What a model does not override holds for
     prices of stages as they are, of which nothing else is known.
@@ -266,15 +248,14 @@ class CostModel:
 
     __slots__ = ()
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # a model may have it as a field
 
         @property
         def num_stages(self) -> int: ...
 
-        @property
-        def facts(self) -> CostCapabilities: ...
-    else:
-        facts = CostCapabilities()
+    @property
+    def facts(self) -> CostCapabilities:
+        return CostCapabilities()
 
     def price(self, features: Features) -> MicroBatchCosts:
         """Return the costs of micro-batches or shapes; those that the model refuses are INFEASIBLE."""
@@ -294,8 +275,7 @@ class CostModel:
             piece = next(m.samples[0] for m in micro_batches if m.attention == "carried")
             raise PlanError(
                 f"a micro-batch carries positions {piece.start} to {piece.start + piece.encoder} of sample"
-                f" {piece.index}, but these {type(self).__name__} have no price for pieces: plan whole samples, or take"
-                " AnalyticCosts or a profiled table"
+                f" {piece.index}, but these {type(self).__name__} have no price for pieces: plan whole samples"
             )
         costs = self.price(features)
         for index in np.flatnonzero(costs.infeasible).tolist():
@@ -313,7 +293,7 @@ class CostModel:
         """Price padded shapes given as arrays; a shape that the model cannot price costs INFEASIBLE."""
         return self.price(Features.from_shapes(rows, encoder_len, decoder_len, recompute))
 
-    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> Floor | None:
+    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: CostModel | None = None) -> Floor | None:
         """Return what no micro-batch goes below, for bounds over all plans; None if no such bound is known.
 
         `least` prices shapes in place of the model itself: the least times after adjustments.
@@ -407,8 +387,8 @@ class UserCosts(CostModel):
         micro_batches = features.micro_batches
         if features.padded_shapes is not None:
             (rows, encoder_len, decoder_len), kinds = features.padded_shapes, features.recompute.tolist()
-            if isinstance(self.prices, ShapePricer) and len(kinds):
-                costs = self.prices.evaluate_shapes(rows, encoder_len, decoder_len, kinds[0])
+            if kinds and (evaluate_shapes := getattr(self.prices, "evaluate_shapes", None)):
+                costs = evaluate_shapes(rows, encoder_len, decoder_len, kinds[0])
                 return self._check("evaluate_shapes", costs, len(kinds))
             micro_batches = [
                 MicroBatch(tuple(SampleLength(i, encoder, decoder) for i in range(count)), "padded", kind)
@@ -452,12 +432,12 @@ def check_tax(tax: float) -> None:
 
 
 def make_growing_times(
-    costs: ShapePricer,
+    costs: CostModel,
     *,
     split: bool,
     rounds_up: bool = False,
     kinds: Sequence[Recompute] = ("none",),
-    chain: ShapePricer | None = None,
+    chain: CostModel | None = None,
     error_ns: float = ROUNDING_NS,
 ) -> GrowingTimes:
     """Make the floor of costs whose times are overhead + a tokens + b squares, the least over `kinds` of recomputation.

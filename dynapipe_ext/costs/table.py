@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from operator import truediv
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +54,6 @@ from dynapipe_ext.costs.model import (
     CostModel,
     IntArray,
     MicroBatchCosts,
-    ShapePricer,
     fingerprint,
     no_width,
 )
@@ -255,13 +253,13 @@ class CostTable(CostModel):
         whole, divided = self.state_parts
         return replace(self, state_parts=(whole + EXACT_SUM_BYTES / value_bytes, divided))
 
-    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> TablePoints:
+    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: CostModel | None = None) -> TablePoints:
         """Return the times at all measured points, for bounds over all plans."""
         return make_points(self, stage_ranks, split, least)
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
         m, features = micro_batch, Features.from_micro_batches([micro_batch])
-        (shape,) = self._find_equivalent_shapes(features).T
+        (shape,) = self._find_equivalent_shapes(features, count_packed_sizes(features)).T
         if "B" in self.working_in:
             m = m.with_recompute(without_stage(m.recompute))
         text = f"a {m.layout} micro-batch of {m.rows} x {m.encoder_len}"
@@ -284,70 +282,19 @@ class CostTable(CostModel):
 
     def price(self, features: Features) -> MicroBatchCosts:
         """Price micro-batches; every cost of a shape outside the grid is INFEASIBLE."""
-        shapes, sizes = self._find_equivalent_shapes(features), count_packed_sizes(features)
-        costs, in_table = self._price(features, shapes, sizes)
-        is_packed = sizes[0] > 0
+        layout, again, sizes = self.layout, split_kinds(features.recompute)[0] == "stage", count_packed_sizes(features)
+        shapes, is_packed = self._find_equivalent_shapes(features, sizes), sizes[0] > 0
+        ms_and_mb, in_table = self._price_kinds(features, shapes, sizes)
         if (lost := is_packed & ~in_table).any():
             measured = np.unique(np.concatenate([grid.axes[0] for grid in self.grids.values()]))
             below = measured[np.maximum(np.searchsorted(measured, shapes[0], side="right") - 1, 0)]
             factor, shapes[0] = np.where(lost, shapes[0] / below, 1.0), np.where(lost, below, shapes[0])
-            costs, in_table = self._price(features, shapes, sizes, factor)
-        if self.packed_bytes:
-            factor = np.ones(len(is_packed))
-            for kind, of_kind in self.packed_bytes.items():
-                factor[is_packed & in_table & (features.layers_within_stage == kind)] = of_kind
-            stored, working = (np.ceil(factor * b).astype(np.int64) for b in (costs.stored_bytes, costs.working_bytes))
-            costs = replace(costs, stored_bytes=stored, working_bytes=working)
-        if self.pieces is None or features.pieces is None:
-            return costs
-        costs = self.pieces.add(
-            costs, features, self.layout.attentions[:, 0], self.value_bytes, block=self._block, tax=self._tax
-        )
-        return costs.refuse(~in_table)
-
-    def _find_equivalent_shapes(self, features: Features) -> FloatArray:
-        """Return rows, encoder and decoder lengths, (3, M), not always whole.
-
-        A packed row of P positions with document attention is the padded shape with the same tokens and the same sum of
-        squared lengths, P / L rows of length L = sum(l^2) / P. Matrix products depend on the first and attention on the
-        second. L never goes below the shortest measured row, so that many tiny documents cost their tokens; nor, on
-        either side of pairs, above the longest row if no document does. Whole-row attention is one padded row.
-        """
-        shapes = features.shapes.astype(np.float64)
-        kinds = features.layers_within_stage
-        for index in np.flatnonzero(count_packed_sizes(features)[0]).tolist():
-            m = features.micro_batches[index]
-            encoder, decoder = sides = m.encoder_len, m.decoder_len
-            documents = m.documents if not decoder else [s.tokens for s in m.samples]
-            squares = sum(length**2 for length in documents) + (encoder + decoder - sum(documents)) ** 2
-            rows = (encoder + decoder) ** 2 / squares
-            if grid := self.grids.get((kinds[index], "decoder" if decoder else "encoder")):
-                shortest = [float(axis[0]) for axis in grid.axes[1:]]
-                rows = min(rows, *map(truediv, sides, shortest))
-                if decoder:
-                    most_e, most_d = (float(axis[-1]) for axis in grid.axes[1:])
-                    if all(s.encoder <= most_e and s.decoder <= most_d for s in m.samples):
-                        rows = max(rows, encoder / most_e, decoder / most_d)
-            rows = max(1.0, rows)
-            shapes[:, index] = rows, encoder / rows, decoder / rows
-        return shapes
-
-    def _price(
-        self, features: Features, shapes: FloatArray, sizes: FloatArray, factor: FloatArray | float = 1.0
-    ) -> tuple[MicroBatchCosts, BoolArray]:
-        """Return the costs of shapes (3, M) times a factor, with `count_packed_sizes`; and which the grid knows."""
-        tokens, count = features.positions[:2].astype(np.float64), shapes.shape[1]
-        again = split_kinds(features.recompute)[0] == "stage"
-        ms_and_mb, in_table = np.zeros((5, self.num_stages, count)), np.zeros(count, bool)
-        for kind in dict.fromkeys(features.recompute.tolist()):
-            if (within := without_stage(kind)) in self.kinds:
-                own = features.recompute == kind
-                of_kind = self._price_rank(within, shapes[:, own], tokens[0][own], (sizes / factor)[:, own])
-                ms_and_mb[:, :, own], in_table[own] = of_kind
+            ms_and_mb, in_table = self._price_kinds(features, shapes, sizes / factor)
+            ms_and_mb *= factor
         if "B" not in self.working_in:  # of stages that are recomputed whole that is what they need most
-            in_table = in_table & ~again
-        hidden = tokens * (self.value_bytes * self.hidden_size)
-        bytes_sent = self.layout.add_messages(hidden, HEAD_MESSAGE_BYTES * tokens[0]) / self.topology.width
+            in_table &= ~again
+        hidden = features.positions[:2] * (self.value_bytes * self.hidden_size)
+        bytes_sent = layout.add_messages(hidden, HEAD_MESSAGE_BYTES * features.positions[0]) / self.topology.width
         sent = np.rint(bytes_sent).astype(np.int64)
         if self.links:
             transfer = self.links.transfer_ns(self.topology, sent)
@@ -355,19 +302,68 @@ class CostTable(CostModel):
             apart = np.array([a != b for a, b in itertools.pairwise(self.topology.stage_ranks)], np.float64)[:, None]
             sent_ns = apart * (self.comm_latency_us * 1e3 + bytes_sent * 8 / self.comm_gbps)
             transfer = np.rint(sent_ns).astype(np.int64)
-        forward, backward, weight, stored, running = np.rint(ms_and_mb * factor * 1e6).astype(np.int64)
+        forward, backward, weight, stored, running = np.rint(ms_and_mb * 1e6).astype(np.int64)
         if any(WEIGHT in grid.columns for grid in self.grids.values()):
             weight = np.minimum(weight, backward)
         else:
             weight = np.rint(self.split_w * backward).astype(np.int64)
-        working = np.maximum(running - stored, 0)
-        tables = (forward, backward, weight, stored, working, transfer, sent)
+        tables = (forward, backward, weight, stored, np.maximum(running - stored, 0), transfer, sent)
         named = {name: np.where(in_table, table, INFEASIBLE) for name, table in zip(TABLES, tables, strict=True)}
         costs = MicroBatchCosts(**named, static_bytes=self.count_static_bytes(), working_in=self.working_in)
-        return costs.keep_inputs(again & in_table), in_table
+        costs = costs.keep_inputs(again & in_table)
+        for kind, more in self.packed_bytes.items():
+            own = is_packed & in_table & (features.layers_within_stage == kind)
+            stored, working = (
+                np.ceil(np.where(own, more, 1.0) * b).astype(np.int64)
+                for b in (costs.stored_bytes, costs.working_bytes)
+            )
+            costs = replace(costs, stored_bytes=stored, working_bytes=working)
+        if self.pieces is None or features.pieces is None:
+            return costs
+        attentions = layout.attentions[:, 0]
+        costs = self.pieces.add(costs, features, attentions, self.value_bytes, block=self._block, tax=self._tax)
+        return costs.refuse(~in_table)
+
+    def _find_equivalent_shapes(self, features: Features, sizes: FloatArray) -> FloatArray:
+        """Return rows, encoder and decoder lengths, (3, M), not always whole, of rows with `count_packed_sizes`.
+
+        A packed row of P positions with document attention is the padded shape with the same tokens and the same sum of
+        squared lengths, P / L rows of length L = sum(l^2) / P. Matrix products depend on the first and attention on the
+        second. L never goes below the shortest measured row, so that many tiny documents cost their tokens; nor, on
+        either side of pairs, above the longest row if no document does. Whole-row attention is one padded row.
+        """
+        shapes = features.shapes.astype(np.float64)
+        is_packed, encoder, decoder, *squares, across = sizes
+        if not is_packed.any():
+            return shapes
+        rows, kinds = (encoder + decoder) ** 2 / np.maximum(sum(squares) + 2 * across, 1), features.layers_within_stage
+        for recompute, side in itertools.product(dict.fromkeys(kinds.tolist()), KINDS[:2]):
+            own = (kinds == recompute) & ((decoder > 0) == (side == "decoder"))
+            if own.any() and (grid := self.grids.get((recompute, side))):
+                for positions, axis in zip((encoder, decoder), grid.axes[1:], strict=False):
+                    rows = np.where(own, np.minimum(rows, positions / axis[0]), rows)
+                if side == "decoder":
+                    most_e, most_d = (float(axis[-1]) for axis in grid.axes[1:])
+                    fits = [
+                        all(s.encoder <= most_e and s.decoder <= most_d for s in m.samples)
+                        for m in features.micro_batches
+                    ]
+                    rows = np.where(own & fits, np.maximum(rows, np.maximum(encoder / most_e, decoder / most_d)), rows)
+        rows = np.maximum(1.0, rows)
+        return np.where(is_packed > 0, np.stack([rows, encoder / rows, decoder / rows]), shapes)
+
+    def _price_kinds(self, features: Features, shapes: FloatArray, sizes: FloatArray) -> tuple[FloatArray, BoolArray]:
+        """Return `_price_rank` of shapes (3, M), each under its recomputation mode."""
+        prices, in_table = np.zeros((5, self.num_stages, shapes.shape[1])), np.zeros(shapes.shape[1], bool)
+        for kind in dict.fromkeys(features.recompute.tolist()):
+            if (within := without_stage(kind)) in self.kinds:
+                own = features.recompute == kind
+                of_kind = self._price_rank(within, shapes[:, own], features.positions[0][own], sizes[:, own])
+                prices[:, :, own], in_table[own] = of_kind
+        return prices, in_table
 
     def _price_rank(
-        self, recompute: Recompute, shapes: FloatArray, tokens: FloatArray, sizes: FloatArray
+        self, recompute: Recompute, shapes: FloatArray, tokens: IntArray, sizes: FloatArray
     ) -> tuple[FloatArray, BoolArray]:
         """Return `_price_stages` of one rank of a context-parallel group, for rows of this many tokens (M,)."""
         whole, in_table = self._price_stages(recompute, shapes, sizes)

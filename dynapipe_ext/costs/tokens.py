@@ -18,7 +18,6 @@ from dynapipe_ext.costs.model import (
     CostCapabilities,
     CostModel,
     MicroBatchCosts,
-    ShapePricer,
     check_tax,
     make_growing_times,
 )
@@ -85,7 +84,7 @@ class TokenCosts(CostModel):
         form = ActivationFormat(hidden_size, "bfloat16", first_decoder_stage=0) if is_whole else None
         return CostCapabilities(activation_format=form, prices_pieces=True, width=self.width)
 
-    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: ShapePricer | None = None) -> GrowingTimes:
+    def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: CostModel | None = None) -> GrowingTimes:
         return make_growing_times(least or self, split=split)
 
     def at_width(self, width: int) -> TokenCosts:

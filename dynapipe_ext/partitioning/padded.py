@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, ShapePricer, find_bottleneck
+from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, find_bottleneck
 from dynapipe_ext.errors import PlanError
 
 ShapeIndex = npt.NDArray[np.int32]
@@ -172,7 +172,7 @@ def find_best_partition(costs: IntArray, weight: int, thinning_ns: int) -> list[
 
 def price_cuts(
     order: Sequence[SampleLength],
-    costs: ShapePricer,
+    costs: CostModel,
     kinds: Sequence[Recompute],
     caps: MicroBatchLimits,
     *,
@@ -222,7 +222,7 @@ class _Table:
     def __init__(
         self,
         order: Sequence[SampleLength],
-        costs: ShapePricer,
+        costs: CostModel,
         kinds: Sequence[Recompute],
         caps: MicroBatchLimits,
         stage_ranks: tuple[int, ...] | None,

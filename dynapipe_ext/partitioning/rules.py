@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 from operator import attrgetter
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength, round_up
-from dynapipe_ext.costs.model import ShapePricer
+from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.partitioning.balance import assign_replicas, karmarkar_karp
 from dynapipe_ext.partitioning.packing import (
@@ -211,7 +211,7 @@ def with_short_ends(replicas: Replicas, evaluate: MicroBatchEvaluate) -> Replica
 
 def split_as_dynapipe(
     samples: Sequence[SampleLength],
-    costs: ShapePricer,
+    costs: CostModel,
     kinds: Sequence[Recompute],
     *,
     pp: int,
@@ -257,7 +257,7 @@ def split_as_dynapipe(
 
 def _cut_optimal_ranges(
     order: Sequence[SampleLength],
-    costs: ShapePricer,
+    costs: CostModel,
     kind: Recompute,
     caps: MicroBatchLimits,
     *,
