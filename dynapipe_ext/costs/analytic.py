@@ -315,7 +315,7 @@ class AnalyticCosts(CostModel):
         working[with_head] = np.maximum(working[with_head], head_working)
         overhead_ns = self.overhead_ns + layout.halves * self.layer_overhead_ns // 2
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
-        hidden = self._split(self.activation_bytes_per_value * a.hidden_size * rank[:2])
+        hidden = self.split(self.activation_bytes_per_value * a.hidden_size * rank[:2])
         sent = layout.add_messages(hidden, HEAD_MESSAGE_BYTES * tokens)
         links = self.links or Links.make_uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
         costs = MicroBatchCosts(
@@ -354,7 +354,7 @@ class AnalyticCosts(CostModel):
         inner = self._count_inner_bytes(layers, tokens, routed)
         if is_decoder:  # attention to the encoder's output
             group_squares = group_squares + group[4]
-            inner = inner + self._split((2 + self.dropout) * values * h * tokens)
+            inner = inner + self.split((2 + self.dropout) * values * h * tokens)
             inner = inner + values * kind.query_size // tp * (2 * tokens + 2 * rank[0])
             scores = scores + a_score * rank[4]
         attended = (1 if skips_masked else 2) * (kind.query_size + kind.attended_size)
@@ -364,7 +364,7 @@ class AnalyticCosts(CostModel):
         else:
             widest = max(kind.fc1_size // tp, h) * routed
         products = self._count_products(layers, group, rank)
-        stored = np.where(full, self._split(values * h * tokens), inner + np.where(selective, 0, scores))
+        stored = np.where(full, self.split(values * h * tokens), inner + np.where(selective, 0, scores))
         again = full * products + (full | selective) * attention
         forward = products + attention
         running = inner + scores - stored + values * widest
@@ -375,7 +375,7 @@ class AnalyticCosts(CostModel):
         of a decoder, and what is gathered for layers' products until W."""
         num_encoder, num_decoder = self.layout.counts["encoder"], self.layout.counts["decoder"]
         values = self.activation_bytes_per_value * self.architecture.hidden_size
-        held: IntArray = (num_decoder > 0) * self._split(values * rank[0])
+        held: IntArray = (num_decoder > 0) * self.split(values * rank[0])
         if self.has_decoder and self.split_backward and self.sequence_parallel:
             gathered = values * (4 * num_encoder * rank[0] + num_decoder * (6 * rank[1] + rank[0]))
             held = held + np.where(full, 0, gathered - gathered // self.topology.tp)
@@ -401,9 +401,9 @@ class AnalyticCosts(CostModel):
         if of_mlp:  # inputs of the activation function and of fc2
             divided = divided + values * (kind.fc1_size + kind.ffn_hidden_size) * routed // tp
             divided = divided + values * 3 * kind.shared_ffn_hidden_size * tokens // tp
-        inner = self._split(copied * tokens) + divided
+        inner = self.split(copied * tokens) + divided
         if kind.num_experts and of_mlp:
-            inner = inner + values * h * routed + self._split(4 * kind.num_experts * tokens)
+            inner = inner + values * h * routed + self.split(4 * kind.num_experts * tokens)
         if self._defers:
             inner = np.maximum(inner, 2 * values * h * (of_attention * tokens + of_mlp * routed) + divided)
         return inner
@@ -417,7 +417,7 @@ class AnalyticCosts(CostModel):
             routed = times * self._count_routed(kind, counted)
             products = products + 2 * (kind.mlp_parameters // tp * routed) + 2 * kind.shared_parameters // tp * tokens
             routers = kind.num_experts + int(kind.shared_expert_gate)
-            products = products + self._split(2 * kind.hidden_size * routers * tokens)
+            products = products + self.split(2 * kind.hidden_size * routers * tokens)
         if layers.kind == "decoder":  # queries and outputs, keys and values of attention to the encoder's output
             products = products + 4 * kind.hidden_size * kind.query_size // tp * (group[0] + group[1])
         return products
@@ -495,7 +495,7 @@ class AnalyticCosts(CostModel):
         products = 2 * a.vocab_size * a.hidden_size // self.topology.tp // len(heads) * group[int(self.has_decoder)]
         logits, (kept_in_chunks, working_in_chunks) = tokens * self._head_columns, self.count_chunked_head_bytes(tokens)
         num_inputs = 1 + (np.arange(len(heads))[:, None] == 0)  # the head's, and on the first stage the norm's
-        stored = num_inputs * self._split(values * a.hidden_size * tokens)
+        stored = num_inputs * self.split(values * a.hidden_size * tokens)
         stored = stored + np.where(in_chunks, kept_in_chunks, 4 * logits)
         if len(heads) > 1:
             stored = stored + 2 * HEAD_MESSAGE_BYTES * tokens
@@ -547,7 +547,7 @@ class AnalyticCosts(CostModel):
         time_ns: IntArray = np.rint(flops * flop_ns).astype(np.int64)
         return time_ns
 
-    def _split(self, num_bytes: IntArray) -> IntArray:
+    def split(self, num_bytes: IntArray) -> IntArray:
         """Divide what sequence parallelism divides over tensor-parallel ranks and plain tensor parallelism copies."""
         if not self.sequence_parallel:
             return num_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from dynapipe_ext.costs.links import Link, Links
@@ -20,7 +20,7 @@ _PUBLISHED = (
 USUAL_HOST_GB_PER_DEVICE = 250.0  # NVIDIA DGX A100 640GB, H100, H200: 2 TB for 8 devices
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Device:
     """Published figures of one accelerator; links are in bytes/s, one direction.
 
@@ -43,70 +43,30 @@ class Device:
     has_host: bool = True  # a host has memory in addition to its own
 
 
-def _make_device(name: str, peaks: tuple[float, float], **figures: float | str | bool) -> Device:
-    sixteen, wide = peaks
-    return Device(
-        name=name,
-        peak_flops_per_s={"bf16": sixteen, "fp16": sixteen, "fp32": wide},
-        **{"reserved_gb": 2.0, "is_fused": True, **figures},  # type: ignore[arg-type]
-    )
+def _make_peaks(sixteen: float, wide: float) -> Mapping[Precision, float]:
+    return {"bf16": sixteen, "fp16": sixteen, "fp32": wide}
 
 
 # Efficiencies: with this value step times on A100s agree with Korthikanti et al. 2022 (table 5) within 18 %
 # (tests/bench/estimate.py). Newer devices have the lower share that published runs reach. Each GPU has one network
 # adapter to other nodes: 200, 400 and 400 Gbit/s.
-DEVICES: Mapping[str, Device] = {
-    device.name: device
-    for device in (
-        _make_device(
-            "a100",
-            (312e12, 19.5e12),
-            efficiency=0.6,
-            memory_gb=80.0,
-            memory_bytes_per_s=2.039e12,
-            intra_bytes_per_s=300e9,
-            inter_bytes_per_s=25e9,
-            host_bytes_per_s=25e9,
-            source="NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, 2,039 GB/s, NVLink 600 GB/s both ways, PCIe 4 x16",
-        ),
-        _make_device(
-            "h100",
-            (989.4e12, 66.9e12),
-            efficiency=0.5,
-            memory_gb=80.0,
-            memory_bytes_per_s=3.35e12,
-            intra_bytes_per_s=450e9,
-            inter_bytes_per_s=50e9,
-            host_bytes_per_s=50e9,
-            source="NVIDIA H100 SXM data sheet: 989.4 TFLOP/s, 3.35 TB/s, NVLink 900 GB/s both ways, PCIe 5 x16",
-        ),
-        _make_device(
-            "h200",
-            (989.4e12, 66.9e12),
-            efficiency=0.5,
-            memory_gb=141.0,
-            memory_bytes_per_s=4.8e12,
-            intra_bytes_per_s=450e9,
-            inter_bytes_per_s=50e9,
-            host_bytes_per_s=50e9,
-            source="NVIDIA H200 SXM data sheet: 989.4 TFLOP/s, 4.8 TB/s, NVLink 900 GB/s both ways, PCIe 5 x16",
-        ),
-        _make_device(
-            "cpu",
-            (50e9, 50e9),
-            efficiency=1.0,
-            memory_gb=2.0,
-            memory_bytes_per_s=10e9,
-            intra_bytes_per_s=2e9,
-            inter_bytes_per_s=1e9,
-            host_bytes_per_s=10e9,
-            reserved_gb=0.0,
-            is_fused=False,
-            has_host=False,
-            source="the order of magnitude of one core: measure this machine with dynapipe train or dynapipe profile",
-        ),
-    )
-}
+_A100 = Device(
+    "a100", _make_peaks(312e12, 19.5e12), 0.6, 80.0, 2.039e12, 300e9, 25e9, 25e9, 2.0, True,
+    "NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, 2,039 GB/s, NVLink 600 GB/s both ways, PCIe 4 x16",
+)  # fmt: skip
+_H100 = Device(
+    "h100", _make_peaks(989.4e12, 66.9e12), 0.5, 80.0, 3.35e12, 450e9, 50e9, 50e9, 2.0, True,
+    "NVIDIA H100 SXM data sheet: 989.4 TFLOP/s, 3.35 TB/s, NVLink 900 GB/s both ways, PCIe 5 x16",
+)  # fmt: skip
+_H200 = replace(
+    _H100, name="h200", memory_gb=141.0, memory_bytes_per_s=4.8e12,
+    source="NVIDIA H200 SXM data sheet: 989.4 TFLOP/s, 4.8 TB/s, NVLink 900 GB/s both ways, PCIe 5 x16",
+)  # fmt: skip
+_CPU = Device(
+    "cpu", _make_peaks(50e9, 50e9), 1.0, 2.0, 10e9, 2e9, 1e9, 10e9, 0.0, False,
+    "the order of magnitude of one core: measure this machine with dynapipe train or dynapipe profile", has_host=False,
+)  # fmt: skip
+DEVICES: Mapping[str, Device] = {device.name: device for device in (_A100, _H100, _H200, _CPU)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

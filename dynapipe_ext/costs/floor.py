@@ -1,4 +1,4 @@
-"""Minimum times that a cost model promises, so that a global batch can be bounded before it is cut (`batch_floor`).
+"""Minimum times that a cost model promises, by which `find_batch_floor` bounds a global batch before it is cut.
 
 Either form holds for every micro-batch that the model can price: `TablePoints` for times that are multilinear between
 measured points, `GrowingTimes` for times that grow with tokens and squared lengths.
@@ -10,11 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
+from dynapipe_ext.costs.grid import BoolArray, FloatArray, IntArray
 
 # Rounding of F and B (or I and W) of one micro-batch on one stage, in the bound and in what is compared with it.
 ROUNDING_NS = 3.0
@@ -113,7 +110,7 @@ class PointTable:
 class TablePoints:
     """Times at every measured point, NEVER_NS if it cannot run; between points they are multilinear, and at fixed
     lengths time over rows is monotone between them. So minima over shapes are minima over points, with a sample's own
-    lengths among these (`batch_floor` has the argument). Ranks share equal tables of work: `work_of` says which.
+    lengths among these (`find_batch_floor` has the argument). Ranks share equal tables of work: `work_of` says which.
 
     `needed`: for some stages (bytes (K x R, E, D), static bytes) of the activations that a micro-batch holds there by
     itself at some time. These bytes grow with rows and lengths: each is the minimum over all larger shapes.

@@ -18,9 +18,8 @@ from dynapipe_ext.batch.topology import ActivationFormat, Offload, ReplicaCollec
 from dynapipe_ext.costs.features import Features
 from dynapipe_ext.costs.floor import ROUNDING_NS, Floor, GrowingTimes, PaddedTimes
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray
+from dynapipe_ext.costs.grid import IntArray as IntArray
 from dynapipe_ext.errors import ConfigError, PlanError, short
-
-IntArray = npt.NDArray[np.int64]
 
 UNCOUNTED_TAX = 0.1  # of computing, if no links are known: see AnalyticCosts
 _REFUSED = ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes")
