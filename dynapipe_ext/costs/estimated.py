@@ -17,7 +17,7 @@ from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.layers import list_layers
 from dynapipe_ext.costs.links import Link
-from dynapipe_ext.costs.model import CostCapabilities, CostModel, IntArray, MicroBatchCosts, fingerprint
+from dynapipe_ext.costs.model import CostCapabilities, CostModel, IntArray, MicroBatchCosts, fingerprint, join_stages
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, States, count_states
 from dynapipe_ext.costs.unfused import PlainLayers, counts_plain_layers
 from dynapipe_ext.errors import ConfigError
@@ -121,9 +121,7 @@ class EstimatedCosts(CostModel):
 
     def join_stages(self, of_stages: npt.NDArray[Any], join: np.ufunc = np.add) -> npt.NDArray[Any]:
         """Join the values of each pipeline rank's stages, along the first axis."""
-        joined: npt.NDArray[Any] = np.zeros((self.topology.pp, *of_stages.shape[1:]), of_stages.dtype)
-        join.at(joined, list(self.topology.stage_ranks), of_stages)
-        return joined
+        return join_stages(of_stages, self.topology.stage_ranks, join)
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
         return self.base.explain_refusal(micro_batch)

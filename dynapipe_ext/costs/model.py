@@ -151,24 +151,28 @@ def find_bottleneck(
     stored micro-batches of this shape. The rank stores as many as 1F1B holds (num_ranks - rank), but at most
     `min_in_flight`; every rank stores `min_in_flight` if that is above num_ranks.
     """
-    num_ranks = costs.num_stages if stage_ranks is None else len(set(stage_ranks))
-    ranks = np.array(range(num_ranks) if num_ranks == costs.num_stages else stage_ranks)
+    ranks = range(costs.num_stages) if stage_ranks is None else stage_ranks
+    num_ranks = len(set(ranks))
     held: IntArray = np.minimum(np.arange(num_ranks, 0, -1, dtype=np.int64), min_in_flight)
     if min_in_flight > num_ranks:
         held = np.full_like(held, min_in_flight)
-
-    def reduce_to_ranks(table: IntArray, combine: np.ufunc = np.add) -> IntArray:
-        if num_ranks == costs.num_stages:
-            return table
-        return np.stack([combine.reduce(table[ranks == rank]) for rank in range(num_ranks)])
-
     work_ns = costs.forward_ns + costs.backward_ns
-    stored, static = reduce_to_ranks(costs.stored_bytes), reduce_to_ranks(costs.static_bytes)
-    needed = _find_largest(static[:, None] + held[:, None] * stored + reduce_to_ranks(costs.working_bytes, np.maximum))
+    stored, static = join_stages(costs.stored_bytes, ranks), join_stages(costs.static_bytes, ranks)
+    working = join_stages(costs.working_bytes, ranks, np.maximum)
+    needed = _find_largest(static[:, None] + held[:, None] * stored + working)
     cannot_store = _find_largest(costs.stored_bytes) >= INFEASIBLE
     cannot_run = cannot_store | (_find_largest(work_ns) >= INFEASIBLE)
-    busiest = np.minimum(_find_largest(reduce_to_ranks(work_ns)), INFEASIBLE)
+    busiest = np.minimum(_find_largest(join_stages(work_ns, ranks)), INFEASIBLE)
     return np.where(cannot_run, INFEASIBLE, busiest), np.where(cannot_store, INFEASIBLE, needed)
+
+
+def join_stages(table: npt.NDArray[Any], stage_ranks: Sequence[int], join: np.ufunc = np.add) -> npt.NDArray[Any]:
+    """Join the values of each pipeline rank's stages, along the first axis."""
+    num_ranks = len(set(stage_ranks))
+    if num_ranks == len(table):
+        return table
+    ranks = np.array(stage_ranks)
+    return np.stack([join.reduce(table[ranks == rank]) for rank in range(num_ranks)])
 
 
 def _find_largest(table: IntArray) -> IntArray:

@@ -45,11 +45,7 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            weights=self.weights + other.weights,
-            gradients=self.gradients + other.gradients,
-            optimizer=self.optimizer + other.optimizer,
-        )
+        return StateBytes(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
 
 def check_states(recipe: str, zero_stage: int, offload: str = "none") -> None:
