@@ -31,25 +31,18 @@ from dynapipe_ext.costs.model import (
     CostModel,
     IntArray,
     MicroBatchCosts,
-    check_tax,
+    check_numbers,
     make_growing_times,
     scale_bytes,
 )
 from dynapipe_ext.costs.states import ADAM_MOMENTS, StateRecipe, States, check_states, check_topology, count_states
-from dynapipe_ext.errors import ConfigError, PlanError, check_integer, settle_field_types, short
+from dynapipe_ext.errors import ConfigError, PlanError, check_integer, settle_field_types
 from dynapipe_ext.models.architecture import Architecture
 
-_MOST_FACTOR = 1_000_000
+_FACTORS = (0, 1_000_000)
 # Fields that files of older versions did not have: left out at their defaults.
 _LATER = ("exact_sums", "offload", "head_slice", "num_moments", "width_tax", "adapters", "measured_adapters")
 _NOT_OF_PAIRS = ("flash", "zero_stage", "state_recipe", "ep", "links", "capacity_factor")
-
-
-def check_bytes_factors(values: Any) -> None:
-    """Check factors of stored bytes. Raises ConfigError."""
-    for name in ("layer_bytes_factor", "head_bytes_factor"):
-        if not 0 <= getattr(values, name) <= _MOST_FACTOR:
-            raise ConfigError(f"{name} is {short(getattr(values, name))} but must be 0 to {_MOST_FACTOR:,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +55,7 @@ class MeasuredAdapters:
 
     def __post_init__(self) -> None:
         settle_field_types(self)
-        check_bytes_factors(self)
+        check_numbers(self, layer_bytes_factor=_FACTORS, head_bytes_factor=_FACTORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,19 +165,17 @@ class AnalyticCosts(CostModel):
         check_states(self.state_recipe, self.zero_stage, self.offload)
         if self.state_recipe == "fp32":
             raise ConfigError("state_recipe is 'fp32': give megatron, mixed or deepspeed, and for fp32 param_bytes 4")
-        for name, least in (("flops_per_s", 1e6), ("bandwidth_bytes_per_s", 1.0)):  # so that times fit into 64 bits
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"{name} is {short(getattr(self, name))} but must be at least {least:g}")
+        # So that times fit into 64 bits.
+        check_numbers(self, flops_per_s=(1e6, math.inf), bandwidth_bytes_per_s=(1.0, math.inf), width_tax=(0, 100))
+        check_numbers(self, layer_bytes_factor=_FACTORS, head_bytes_factor=_FACTORS)
         for name in ("overhead_ns", "layer_overhead_ns", "latency_ns"):
             check_integer(name, getattr(self, name), least=0, most=INFEASIBLE)
-        check_bytes_factors(self)
         if not 0 <= self.capacity_factor < math.inf or (self.capacity_factor and not self.architecture.num_experts):
             raise ConfigError(
                 f"capacity_factor is {self.capacity_factor} with num_experts {self.architecture.num_experts}: it must"
                 " be finite, at least 0, and 0 without experts"
             )
         check_integer("num_moments", self.num_moments, least=0, most=8)
-        check_tax(self.width_tax)
 
     @property
     def num_stages(self) -> int:

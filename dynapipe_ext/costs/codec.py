@@ -8,6 +8,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.models.architecture import Architecture
 
 Value = TypeVar("Value")
@@ -16,7 +17,7 @@ Value = TypeVar("Value")
 def to_json(value: Any) -> Any:
     """Return a value of plain types, mappings, tuples and dataclasses as JSON."""
     match value:
-        case Architecture():
+        case Architecture() | Grid():
             return to_json(value.to_json())
         case Mapping():
             return {str(name): to_json(one) for name, one in value.items()}

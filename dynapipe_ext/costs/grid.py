@@ -46,17 +46,15 @@ class Grid:
         points = sorted(set().union(*columns.values()))
         if not points:
             raise DataError(f"a cost grid of {', '.join(columns) or 'no columns'} has no points: measure at least one")
-        axes = tuple(np.array(sorted(set(axis)), np.float64) for axis in zip(*points, strict=True))
-        shape = tuple(len(axis) for axis in axes)
-        values, is_measured = np.zeros((len(columns), *shape)), np.ones((len(columns), *shape), bool)
-        for column, table in enumerate(columns.values()):
-            is_measured[column] = False
-            for point, value in table.items():
-                if not np.isfinite(value) or value < 0:
-                    raise DataError(f"cost {value} at grid point {point} is not a finite, non-negative number")
-                index = tuple(int(np.searchsorted(axis, x)) for axis, x in zip(axes, point, strict=True))
-                values[(column, *index)], is_measured[(column, *index)] = value, True
-        return cls(tuple(columns), axes, values.reshape(len(columns), -1), is_measured.all(axis=0).reshape(-1))
+        for point, value in itertools.chain.from_iterable(column.items() for column in columns.values()):
+            if not np.isfinite(value) or value < 0:
+                raise DataError(f"cost {value} at grid point {point} is not a finite, non-negative number")
+        axes = [sorted(set(axis)) for axis in zip(*points, strict=True)]
+        every = list(itertools.product(*axes))
+        values = np.array([[column.get(point, -1.0) for point in every] for column in columns.values()], np.float64)
+        is_measured: BoolArray = np.logical_and.reduce(values >= 0)
+        places = tuple(np.array(axis, np.float64) for axis in axes)
+        return cls(tuple(columns), places, np.maximum(values, 0.0), is_measured)
 
     def interpolate(self, coordinates: Sequence[FloatArray]) -> tuple[FloatArray, BoolArray]:
         """Interpolate columns, shape (num_columns, num_shapes), and tell which shapes rest on measured points only.

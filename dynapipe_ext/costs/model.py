@@ -426,12 +426,11 @@ def no_width(who: str, width: int) -> ConfigError:
     )
 
 
-def check_tax(tax: float) -> None:
-    """Check a share of computing. Raises ConfigError."""
-    if not isinstance(tax, int | float) or not 0 <= tax <= 100:
-        raise ConfigError(
-            f"width_tax is {tax!r} but is what a block's exchanges take over its computing: give 0 to 100"
-        )
+def check_numbers(values: Any, **bounds: tuple[float, float]) -> None:
+    """Raise ConfigError for the first of these fields that is not within its bounds."""
+    for name, (least, most) in bounds.items():
+        if not least <= (value := getattr(values, name)) <= most:
+            raise ConfigError(f"{name} is {short(value)} but must be {least:g} to {most:g}: give such a number")
 
 
 def make_growing_times(

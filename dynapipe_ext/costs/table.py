@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +55,7 @@ from dynapipe_ext.costs.model import (
     CostModel,
     IntArray,
     MicroBatchCosts,
+    check_numbers,
     fingerprint,
     no_width,
 )
@@ -133,12 +135,7 @@ class CostTable(CostModel):
         check_bytes(self.parameter_bytes, self.packed_bytes, self.once_bytes)
         check_integer("num_layers", self.num_layers, least=1, most=MOST_LAYERS)
         check_integer("num_decoder_layers", self.num_decoder_layers, least=0, most=MOST_LAYERS)
-        if not 0 <= self.split_w <= 1:
-            raise ConfigError(f"split_w is {self.split_w} but is a share of the backward: give 0 to 1")
-        if self.comm_gbps < 1e-6 or not 0 <= self.comm_latency_us <= 1e9:
-            raise ConfigError(
-                f"a link of {self.comm_gbps} Gbit/s and {self.comm_latency_us} us cannot be: 1e-6 or more, 0 to 1e9"
-            )
+        check_numbers(self, split_w=(0, 1), comm_gbps=(1e-6, math.inf), comm_latency_us=(0, 1e9))
         if len(self.state_parts) != 2 or not all(0 <= part < 1000 for part in self.state_parts):
             raise ConfigError(f"state_parts are {self.state_parts} but must be two numbers of 0 to below 1000")
         if self.value_bytes not in (2, 4):
@@ -427,22 +424,13 @@ class CostTable(CostModel):
         return np.rint(total * (here + sharded / self.topology.dp)).astype(np.int64)
 
     def to_json(self) -> dict[str, Any]:
-        raw = {
-            "format": FORMAT,
-            "kind": "table",
-            "lm_head": "last",
-            **dump_fields(self, _LATER, skip=("grids", "packed_layers")),
-        }
-        if self.packed_layers:
-            raw["packed_layers"] = [
-                {"recompute": recompute, "layer": kind, **to_json(one)}
-                for (recompute, kind), one in sorted(self.packed_layers.items())
-            ]
-        raw["grids"] = [
-            {"recompute": recompute, "layer": kind, **self.grids[recompute, kind].to_json()}
-            for recompute, kind in sorted(self.grids)
-        ]
-        return raw
+        def list_by_layer(values: Mapping[tuple[Recompute, LayerKind], Grid | PackedLayer]) -> list[dict[str, Any]]:
+            return [{"recompute": key[0], "layer": key[1], **to_json(values[key])} for key in sorted(values)]
+
+        raw = dump_fields(self, _LATER, skip=("grids", "packed_layers"))
+        packed = {"packed_layers": list_by_layer(self.packed_layers)} if self.packed_layers else {}
+        grids = {"grids": list_by_layer(self.grids)}
+        return {"format": FORMAT, "kind": "table", "lm_head": "last", **raw, **packed, **grids}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> CostTable:
@@ -455,25 +443,12 @@ class CostTable(CostModel):
             raise DataError(f"cost table has lm_head {raw['lm_head']!r}, but its head is on the last stage: remove it")
         try:
             values = {one.name: raw[one.name] for one in fields(cls) if one.name in raw}
-            values["grids"] = {(one["recompute"], one["layer"]): Grid.from_json(one) for one in raw["grids"]}
-            values["packed_layers"] = {
-                (one.pop("recompute"), one.pop("layer")): from_json(PackedLayer, one)
-                for one in map(dict, raw.get("packed_layers", ()))
-            }
+            for name, read in (("grids", Grid.from_json), ("packed_layers", partial(from_json, PackedLayer))):
+                listed = map(dict, raw[name] if name == "grids" else raw.get(name, ()))
+                values[name] = {(one.pop("recompute"), one.pop("layer")): read(one) for one in listed}
             return from_json(cls, values)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise DataError(f"cost table cannot be read: {type(error).__name__} {error}") from error
-
-    @classmethod
-    def read(cls, path: str | Path) -> CostTable:
-        """Return the table of a file written by `write`."""
-        try:
-            return cls.from_json(json.loads(Path(path).read_text()))
-        except (OSError, json.JSONDecodeError, AttributeError) as error:
-            raise DataError(f"cost table {path} cannot be read: {error}") from error
-
-    def write(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), separators=(",", ":")) + "\n")
 
     def fingerprint(self) -> str:
         """Return a hash of everything but the provenance."""

@@ -18,7 +18,7 @@ from dynapipe_ext.costs.model import (
     CostCapabilities,
     CostModel,
     MicroBatchCosts,
-    check_tax,
+    check_numbers,
     make_growing_times,
 )
 from dynapipe_ext.errors import ConfigError, short
@@ -69,7 +69,7 @@ class TokenCosts(CostModel):
             for one in value if isinstance(value, tuple) else (value,):
                 if not isinstance(one, int | float | np.integer) or not 0 <= one <= most:
                     raise ConfigError(f"{name} is {short(one)} but costs are numbers of 0 to {most:,}: give one")
-        check_tax(self.width_tax)
+        check_numbers(self, width_tax=(0, 100))
         if self.width not in list_cp_degrees(self.width):
             raise ConfigError(f"width is {self.width} but must be a power of two: give one such as 1")
         if self.stage_scale and len(self.stage_scale) != self.num_stages:

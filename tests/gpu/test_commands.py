@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.costs.table import CostTable
+from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.given_costs import write_costs
 from tests.support.limits import LIMIT_S
@@ -184,7 +184,7 @@ def test_a_deterministic_run_that_was_resumed_has_the_bits_of_one_that_was_not(
 def test_a_run_plans_with_the_seconds_and_bytes_that_were_measured(commands: Commands, started: Started) -> None:
     for name in ("profile", "profiled"):
         started[name].result()
-    table, report = CostTable.read(commands.folder / "table.json"), commands.report("profiled")
+    table, report = read_cost_file(commands.folder / "table.json"), commands.report("profiled")
     assert ("cpu" in table.provenance["device"]) == (DEVICE.type == "cpu"), table.provenance
     for step, makespan_s in enumerate(report["predicted_makespan_s"]):
         ((replica),) = json.loads((commands.folder / "plans" / f"step-{step:06}.json").read_text())["replicas"]

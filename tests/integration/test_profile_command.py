@@ -21,8 +21,8 @@ import torch
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.surface import Measured
-from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.executor.measuring import profiling
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.commands import profile_model
@@ -106,7 +106,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_is_measured_and_its_table_plans(measured: Path) -> None:
     out = measured / "costs.json"
-    table = CostTable.read(out)
+    table = read_cost_file(out)
     assert {kind for kind, _ in table.grids} == {"none", "full"}
     assert set(table.provenance) >= {"device", "date", "versions", "dtype", "measured", "held_out_error", "model"}
     # Bytes are counted, so they must be right even on a busy machine.
@@ -129,7 +129,7 @@ def test_a_model_is_measured_and_its_table_plans(measured: Path) -> None:
 
 def test_a_measured_table_plans_samples_in_pieces_that_are_longer_than_any_row(measured: Path) -> None:
     out, lengths, plan = (str(measured / name) for name in ("costs.json", "long.npy", "plan.json"))
-    table = CostTable.read(out)
+    table = read_cost_file(out)
     assert table.pieces is not None
     assert table.pieces.kept_values == 2 * 32
     assert table.provenance["held_out_error"]["pieces"]["stored_bytes"] < 0.02
@@ -157,7 +157,7 @@ def test_tensor_parallel_layers_are_measured_on_as_many_ranks(
     shown = capfd.readouterr().out
     assert shown.count("held-out error") == 1  # the first rank alone shows
     assert "shapes measured" in shown
-    one, two = CostTable.read(measured / "costs.json"), CostTable.read(together)
+    one, two = read_cost_file(measured / "costs.json"), read_cost_file(together)
     assert (two.topology.tp, two.provenance["sequence_parallel"]) == (2, True)
     m = MicroBatch((SampleLength(0, 64), SampleLength(1, 64)))
     stored = [table.evaluate([m]).stored_bytes[0, 0] for table in (one, two)]
@@ -180,7 +180,7 @@ def test_widths_are_measured_by_real_ranks_and_priced_by_what_these_took(
         assert main(["profile", "--config", str(config), *few, "--out", str(out)]) == 0
     refuse_open(listeners)
     assert "width 4: exchange" in capfd.readouterr().out
-    table = CostTable.read(out)
+    table = read_cost_file(out)
     assert set(table.blocks) == {2, 4}
     sizes = {len(times["even_s"]) for times in table.provenance["exchanges"].values()}
     assert min(sizes) >= 3
@@ -210,7 +210,7 @@ def test_a_model_of_a_family_is_measured_as_it_is_with_a_head_in_slices_that_kee
     few = ["--min-len", "64", "--max-tokens", "2048", "--max-shapes", "1", "--held-out", "2", "--recompute", "full"]
     assert main(["profile", "--model", str(config), "--out", str(out), *few]) == 0
     assert "--max-shapes is 1 but a table needs 3 at least: as many are measured\n" in capsys.readouterr().err
-    table = CostTable.read(out)
+    table = read_cost_file(out)
     attention = 32 * (64 + 2 * 32) + 64 * 32 + 2 * 32
     assert table.parameter_bytes["encoder"] == 4 * (attention + 3 * 32 * 48 + 2 * 32)
     assert table.facts.slices_head
@@ -236,7 +236,7 @@ def measured_pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_encoder_decoder_is_measured_and_its_table_plans(measured_pairs: Path) -> None:
-    table = CostTable.read(measured_pairs / "costs.json")
+    table = read_cost_file(measured_pairs / "costs.json")
     assert set(table.grids) == {(r, k) for r in ("none", "full") for k in ("encoder", "decoder", "postprocess")}
     assert (table.num_layers, table.total_layers) == (3, 5)
     errors = table.provenance["held_out_error"]
@@ -367,7 +367,7 @@ def test_the_limit_in_seconds_holds_or_is_refused_within_it(
     if status:
         assert "there is no time to measure a row of 64 positions" in capfd.readouterr().err
     else:
-        table = CostTable.read(tmp_path / "costs.json")
+        table = read_cost_file(tmp_path / "costs.json")
         table.evaluate([MicroBatch((SampleLength(0, int(longest)),))])
         assert any(table.provenance["held_out_error"].values()) or token_s > 2e-3
 
@@ -400,7 +400,7 @@ def test_states_are_divided_over_replicas_where_the_run_of_these_settings_divide
     Path(config).write_text(_CONFIG + "[optimizer]\ndistributed = true\n" * (asked == "by the settings"))
     flag = ["--distributed-optimizer"] * (asked == "by the flag")
     assert stub(["--config", config, "--out", str(tmp_path / "costs.json"), *flag])[0] == 0
-    facts = CostTable.read(tmp_path / "costs.json").facts
+    facts = read_cost_file(tmp_path / "costs.json").facts
     assert bool(facts.sharded_state_bytes) == (asked != "nowhere")
 
 

@@ -16,7 +16,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
-from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json, read_cost_file
 from dynapipe_ext.costs.layers import KINDS, lay_on_stages
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
@@ -256,7 +256,7 @@ def test_uneven_layers_and_other_topologies_reuse_the_measurements(tmp_path: Pat
     table = gpt(tmp_path)
     uneven, _ = table.with_topology(Topology(tp=2, pp=2, layers_per_stage=(5, 2)))
     assert uneven.layout.pairs == [(5, 0), (2, 0)]
-    with pytest.raises(ConfigError, match=r"a link of 0\.0 Gbit/s"):
+    with pytest.raises(ConfigError, match=r"comm_gbps is 0\.0 but must be 1e-06 to"):
         replace(t5(tmp_path), comm_gbps=0.0)
     with pytest.raises(ConfigError, match="measured at tp 2, not 1"):
         table.with_topology(Topology(tp=1, pp=2))
@@ -310,8 +310,8 @@ def test_packed_rows_beside_a_hole_in_the_grid_are_priced_in_proportion(tmp_path
 
 def test_files_keep_the_answers_and_the_fingerprint(tmp_path: Path) -> None:
     for table in (gpt(tmp_path), t5(tmp_path)):
-        table.write(tmp_path / "costs.json")
-        again = CostTable.read(tmp_path / "costs.json")
+        (tmp_path / "costs.json").write_text(json.dumps(table.to_json()))
+        again = read_cost_file(tmp_path / "costs.json")
         assert again.fingerprint() == table.fingerprint()
         one, two = (t.evaluate_shapes([1, 3, 8], [30, 100, 256], [16, 50, 256]) for t in (table, again))
         assert one.backward_ns.tolist() == two.backward_ns.tolist()
@@ -332,10 +332,10 @@ def test_the_fingerprint_sees_values_and_settings_but_not_the_provenance(tmp_pat
 
 def test_files_that_are_no_cost_table_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        CostTable.read(tmp_path / "none.json")
-    (tmp_path / "old.json").write_text('{"format": "dynapipe-costs/0"}')
+        read_cost_file(tmp_path / "none.json")
+    (tmp_path / "old.json").write_text('{"format": "dynapipe-costs/0", "kind": "table"}')
     with pytest.raises(DataError, match=r"'dynapipe-costs/0' .* reads 'dynapipe-costs/1'"):
-        CostTable.read(tmp_path / "old.json")
+        read_cost_file(tmp_path / "old.json")
     raw = gpt(tmp_path).to_json()
     del raw["grids"][0]["columns"]["forward_ms"][0]
     with pytest.raises(DataError, match="8 values for a grid of 9 points"):
