@@ -17,7 +17,14 @@ from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.features import Features, split_kinds
 from dynapipe_ext.costs.layers import list_layers
 from dynapipe_ext.costs.links import Link
-from dynapipe_ext.costs.model import CostCapabilities, CostModel, IntArray, MicroBatchCosts, fingerprint, join_stages
+from dynapipe_ext.costs.model import (
+    CostCapabilities,
+    CostModel,
+    IntArray,
+    MicroBatchCosts,
+    fingerprint,
+    reduce_to_ranks,
+)
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, States, count_states
 from dynapipe_ext.costs.unfused import PlainLayers, counts_plain_layers
 from dynapipe_ext.errors import ConfigError
@@ -121,7 +128,7 @@ class EstimatedCosts(CostModel):
 
     def join_stages(self, of_stages: npt.NDArray[Any], join: np.ufunc = np.add) -> npt.NDArray[Any]:
         """Join the values of each pipeline rank's stages, along the first axis."""
-        return join_stages(of_stages, self.topology.stage_ranks, join)
+        return reduce_to_ranks(of_stages, self.topology.stage_ranks, join)
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
         return self.base.explain_refusal(micro_batch)

@@ -157,16 +157,16 @@ def find_bottleneck(
     if min_in_flight > num_ranks:
         held = np.full_like(held, min_in_flight)
     work_ns = costs.forward_ns + costs.backward_ns
-    stored, static = join_stages(costs.stored_bytes, ranks), join_stages(costs.static_bytes, ranks)
-    working = join_stages(costs.working_bytes, ranks, np.maximum)
+    stored, static = reduce_to_ranks(costs.stored_bytes, ranks), reduce_to_ranks(costs.static_bytes, ranks)
+    working = reduce_to_ranks(costs.working_bytes, ranks, np.maximum)
     needed = _find_largest(static[:, None] + held[:, None] * stored + working)
     cannot_store = _find_largest(costs.stored_bytes) >= INFEASIBLE
     cannot_run = cannot_store | (_find_largest(work_ns) >= INFEASIBLE)
-    busiest = np.minimum(_find_largest(join_stages(work_ns, ranks)), INFEASIBLE)
+    busiest = np.minimum(_find_largest(reduce_to_ranks(work_ns, ranks)), INFEASIBLE)
     return np.where(cannot_run, INFEASIBLE, busiest), np.where(cannot_store, INFEASIBLE, needed)
 
 
-def join_stages(table: npt.NDArray[Any], stage_ranks: Sequence[int], join: np.ufunc = np.add) -> npt.NDArray[Any]:
+def reduce_to_ranks(table: npt.NDArray[Any], stage_ranks: Sequence[int], join: np.ufunc = np.add) -> npt.NDArray[Any]:
     """Join the values of each pipeline rank's stages, along the first axis."""
     num_ranks = len(set(stage_ranks))
     if num_ranks == len(table):
