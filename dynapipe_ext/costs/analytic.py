@@ -36,10 +36,10 @@ from dynapipe_ext.costs.model import (
     scale_bytes,
 )
 from dynapipe_ext.costs.states import ADAM_MOMENTS, StateRecipe, States, check_states, check_topology, count_states
-from dynapipe_ext.errors import ConfigError, PlanError, check_integer, settle_field_types
+from dynapipe_ext.errors import ConfigError, PlanError, settle_field_types
 from dynapipe_ext.models.architecture import Architecture
 
-_FACTORS = (0, 1_000_000)
+_FACTORS, _TIMES = (0, 1_000_000), (0, INFEASIBLE)
 # Fields that files of older versions did not have: left out at their defaults.
 _LATER = ("exact_sums", "offload", "head_slice", "num_moments", "width_tax", "adapters", "measured_adapters")
 _NOT_OF_PAIRS = ("flash", "zero_stage", "state_recipe", "ep", "links", "capacity_factor")
@@ -160,22 +160,18 @@ class AnalyticCosts(CostModel):
                 " heads of a tensor parallel rank, and keys of two sides are not gathered: take one of"
                 f" {', '.join(map(str, allowed))}"
             )
-        if type(self.head_slice) is not int or self.head_slice < 0:
-            raise ConfigError(f"head_slice is {self.head_slice} but must be positions, from 1 on, or 0 for whole heads")
         check_states(self.state_recipe, self.zero_stage, self.offload)
         if self.state_recipe == "fp32":
             raise ConfigError("state_recipe is 'fp32': give megatron, mixed or deepspeed, and for fp32 param_bytes 4")
         # So that times fit into 64 bits.
         check_numbers(self, flops_per_s=(1e6, math.inf), bandwidth_bytes_per_s=(1.0, math.inf), width_tax=(0, 100))
-        check_numbers(self, layer_bytes_factor=_FACTORS, head_bytes_factor=_FACTORS)
-        for name in ("overhead_ns", "layer_overhead_ns", "latency_ns"):
-            check_integer(name, getattr(self, name), least=0, most=INFEASIBLE)
+        check_numbers(self, overhead_ns=_TIMES, layer_overhead_ns=_TIMES, latency_ns=_TIMES, num_moments=(0, 8))
+        check_numbers(self, layer_bytes_factor=_FACTORS, head_bytes_factor=_FACTORS, head_slice=_TIMES)
         if not 0 <= self.capacity_factor < math.inf or (self.capacity_factor and not self.architecture.num_experts):
             raise ConfigError(
                 f"capacity_factor is {self.capacity_factor} with num_experts {self.architecture.num_experts}: it must"
                 " be finite, at least 0, and 0 without experts"
             )
-        check_integer("num_moments", self.num_moments, least=0, most=8)
 
     @property
     def num_stages(self) -> int:
@@ -265,18 +261,13 @@ class AnalyticCosts(CostModel):
     def _find_refused(self, features: Features) -> BoolArray:
         """Find micro-batches with a decoder side, or with more positions than the model has embeddings of; for an
         encoder-decoder, shapes without a decoder side."""
-        decoder = features.positions[1]
+        decoder, is_shape = features.positions[1], features.padded_shapes is not None
         if self.has_decoder:
-            return np.asarray((decoder == 0) & (features.padded_shapes is not None))
-        refused: BoolArray = decoder > 0
+            return np.asarray((decoder == 0) & is_shape)
         if self.architecture.position != "learned":
-            return refused
-        if features.padded_shapes is not None:
-            longest = features.padded_shapes[1]
-        else:
-            longest = np.fromiter(map(_find_longest, features.micro_batches), np.int64)
-        refused |= longest > self.architecture.max_seq_len
-        return refused
+            return np.asarray(decoder > 0)
+        longest = features.shapes[1] if is_shape else np.array([*map(_find_longest, features.micro_batches)], np.int64)
+        return np.asarray((decoder > 0) | (longest > self.architecture.max_seq_len))
 
     def count_head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Return stored bytes of the final norm, the head and its logits on every stage, shape (S, M)."""

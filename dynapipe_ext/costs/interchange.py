@@ -14,6 +14,9 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, reason, short
 
+_KINDS: Mapping[str, type[AnalyticCosts | CostTable | TokenCosts]] = {
+    "analytic": AnalyticCosts, "encoder-decoder": AnalyticCosts, "table": CostTable, "tokens": TokenCosts
+}  # fmt: skip
 _NUM_CORES = "num_cores"  # of the machine that was measured, next to the fields of any kind
 
 
@@ -35,14 +38,15 @@ def cost_model_to_json(costs: MicroBatchPricer) -> dict[str, Any]:
 def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
     """Read the cost model that `cost_model_to_json` or `run_costs_to_json` wrote."""
     raw = {key: value for key, value in raw.items() if key != _NUM_CORES}
-    match raw.get("kind"):
-        case str() as kind if kind in ADJUSTMENTS:
-            base = raw.get("base")
-            if not isinstance(base, Mapping) or base.get("kind") in ADJUSTMENTS[ADJUSTMENTS.index(kind) :]:
-                raise DataError(f"{kind} costs have the base {short(base)}, not a cost model: write them again")
-            return adjust(cost_model_from_json(base), **read_adjustment(raw))
-        case _:
-            return _prices_from_json(raw)
+    kind = raw.get("kind")
+    if kind in ADJUSTMENTS:
+        base = raw.get("base")
+        if not isinstance(base, Mapping) or base.get("kind") in ADJUSTMENTS[ADJUSTMENTS.index(kind) :]:
+            raise DataError(f"{kind} costs have the base {short(base)}, not a cost model: write them again")
+        return adjust(cost_model_from_json(base), **read_adjustment(raw))
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ConfigError(f"cost model has kind {kind!r}: expected {', '.join(_KINDS)}")
+    return _KINDS[kind].from_json(raw)
 
 
 def run_costs_to_json(model: CostModel, num_cores: int | None) -> dict[str, Any]:
@@ -73,15 +77,3 @@ def read_run_costs(path: str | Path) -> tuple[CostModel, int | None]:
         return cost_model_from_json(raw), num_cores
     except DynaPipeError as error:
         raise type(error)(f"cost file {path}: {error}") from error
-
-
-def _prices_from_json(raw: Mapping[str, Any]) -> CostModel:
-    match raw.get("kind"):
-        case "analytic" | "encoder-decoder":
-            return AnalyticCosts.from_json(raw)
-        case "table":
-            return CostTable.from_json(raw)
-        case "tokens":
-            return TokenCosts.from_json(raw)
-        case other:
-            raise ConfigError(f"cost model has kind {other!r}: expected analytic, encoder-decoder, table or tokens")

@@ -62,7 +62,7 @@ from dynapipe_ext.costs.model import (
 from dynapipe_ext.costs.packed_rows import PackedLayer, count_packed_sizes, slice_sizes
 from dynapipe_ext.costs.pieces import PieceSurcharges
 from dynapipe_ext.costs.states import EXACT_SUM_BYTES, make_tie_error
-from dynapipe_ext.errors import ConfigError, DataError, check_integer, settle_field_types
+from dynapipe_ext.errors import ConfigError, DataError, settle_field_types
 from dynapipe_ext.models.architecture import MOST_LAYERS
 
 FORMAT = "dynapipe-costs/1"
@@ -133,17 +133,15 @@ class CostTable(CostModel):
         settle_field_types(self)
         check_grids(self.grids)
         check_bytes(self.parameter_bytes, self.packed_bytes, self.once_bytes)
-        check_integer("num_layers", self.num_layers, least=1, most=MOST_LAYERS)
-        check_integer("num_decoder_layers", self.num_decoder_layers, least=0, most=MOST_LAYERS)
-        check_numbers(self, split_w=(0, 1), comm_gbps=(1e-6, math.inf), comm_latency_us=(0, 1e9))
+        check_numbers(self, num_layers=(1, MOST_LAYERS), num_decoder_layers=(0, MOST_LAYERS), split_w=(0, 1))
+        check_numbers(self, comm_gbps=(1e-6, math.inf), comm_latency_us=(0, 1e9))
         if len(self.state_parts) != 2 or not all(0 <= part < 1000 for part in self.state_parts):
             raise ConfigError(f"state_parts are {self.state_parts} but must be two numbers of 0 to below 1000")
         if self.value_bytes not in (2, 4):
             raise ConfigError(f"value_bytes is {self.value_bytes} but must be 2 or 4")
-        _ = self.topology.with_layers(self.total_layers)  # rejects a cut that does not have as many
-        if self.has_decoder or not self._prices_halves:
-            who = "a model with a decoder side" if self.has_decoder else "a cost table without grids of both halves"
-            require_whole_layers(self.topology.layers_per_stage, who)
+        _ = self.layout  # rejects a cut that does not have as many layers
+        if not self._prices_halves:
+            require_whole_layers(self.topology.layers_per_stage, "a cost table without grids of both halves")
         if self.has_decoder:
             require_whole_vocabulary(self.topology, "a table with a decoder side")
         if self.topology.vocabulary == "head" and self.parameter_bytes.get("tied_head"):

@@ -72,9 +72,9 @@ class PlainLayers:
 
     def count_head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Return the part of the last stage's stored bytes that is the head's, shape (M,)."""
-        kept_positions = (0 if m.layer_recompute == "stage" else m.padded_tokens for m in micro_batches)
-        positions = np.fromiter(kept_positions, np.int64)
-        _, asks_chunks = split_kinds(np.array([m.recompute for m in micro_batches], np.str_))
+        features = Features.from_micro_batches(micro_batches)
+        recompute, asks_chunks = split_kinds(features.recompute)
+        positions = features.positions[0] * (recompute != "stage")
         return self._count_head_bytes(positions, self.base.needs_chunks(asks_chunks, positions))
 
     def _count_head_bytes(self, tokens: IntArray, is_chunked: BoolArray) -> IntArray:

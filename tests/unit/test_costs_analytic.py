@@ -241,7 +241,7 @@ def test_encoder_decoder_shapes_are_refused() -> None:
         ({"topology": Topology(pp=5)}, "4 layers cannot fill 5 stages"),
         ({"flops_per_s": 0.0}, "flops_per_s"),
         ({"param_bytes": 3}, "must be one of 2, 4"),
-        ({"latency_ns": -1}, "latency_ns is -1 but must be an integer of 0 to"),
+        ({"latency_ns": -1}, "latency_ns is -1 but must be 0 to"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(change: dict[str, Any], message: str) -> None:
