@@ -74,7 +74,8 @@ _RULES, _LAYERS, _WHOLE = (
     "give whole numbers",
     "set vocabulary_parallel 'whole'",
 )
-_SIDES, _T5 = ("encoder-decoder",), ("encoder-decoder", "transformers")
+_SIDES: tuple[RunKind, ...] = ("encoder-decoder",)
+_T5: tuple[RunKind, ...] = ("encoder-decoder", "transformers")
 
 # Of several limits that hold, the first is told.
 _OF_SETTINGS: tuple[Limit, ...] = (
