@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ class FrozenWeights:
     weights on top that nothing runs through, such as those of a vision tower.
     """
 
+    LATER_FIELDS: ClassVar = ("token_bytes", "idle_bytes")  # older files do not have them (`codec.py`)
     trained_shares: tuple[float, ...]
     static_bytes: tuple[int, ...] = ()
     token_bytes: tuple[int, ...] = ()
@@ -183,15 +184,11 @@ class FittedTimes:
             elif "B" in stage:
                 weight[s] = np.floor(weight[s] / np.maximum(backward[s], 1) * fitted["B"])
                 backward[s] = fitted["B"]
-        adjusted: dict[str, Any] = {
-            name: np.where((before == 0) | costs.infeasible, before, after)
-            for name, before, after in (
-                ("forward_ns", costs.forward_ns, forward),
-                ("backward_ns", costs.backward_ns, backward),
-                ("weight_ns", costs.weight_ns, weight),
-            )
-        }
-        return replace(costs, **adjusted)
+        new: dict[str, Any] = {"forward_ns": forward, "backward_ns": backward, "weight_ns": weight}
+        for name, after in new.items():
+            before = getattr(costs, name)
+            new[name] = np.where((before == 0) | costs.infeasible, before, after)
+        return replace(costs, **new)
 
     def bind(self, costs: MicroBatchCosts, kinds: npt.NDArray[np.str_]) -> MicroBatchCosts:
         """Return lower bounds of the adjusted times, for bounds over all plans: each stage's times multiplied by the
@@ -345,8 +342,8 @@ class AdjustedCosts(CostModel):
     def _describe(self) -> list[dict[str, Any]]:
         """Describe each adjustment, the first one first."""
         described: list[dict[str, Any]] = []
-        if self.frozen:  # as files were before they had the later fields
-            described.append({"kind": "frozen", **dump_fields(self.frozen, ("token_bytes", "idle_bytes"))})
+        if self.frozen:
+            described.append({"kind": "frozen", **dump_fields(self.frozen)})
         if self.fitted:
             stages = [{name: list(astuple(one)) for name, one in of.items()} for of in self.fitted.corrections]
             described.append({"kind": "adapted", "corrections": stages})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -40,8 +40,6 @@ from dynapipe_ext.errors import ConfigError, PlanError, settle_field_types
 from dynapipe_ext.models.architecture import Architecture
 
 _FACTORS, _TIMES = (0, 1_000_000), (0, INFEASIBLE)
-# Fields that files of older versions did not have: left out at their defaults.
-_LATER = ("exact_sums", "offload", "head_slice", "num_moments", "width_tax", "adapters", "measured_adapters")
 _NOT_OF_PAIRS = ("flash", "zero_stage", "state_recipe", "ep", "links", "capacity_factor")
 
 
@@ -121,6 +119,9 @@ class AnalyticCosts(CostModel):
     Exchanges of a group's ranks always are `width_tax`. Pieces, half layers and vocabulary parallelism have no price.
     """
 
+    LATER_FIELDS: ClassVar = (  # older files do not have them (`codec.py`)
+        "exact_sums", "offload", "head_slice", "num_moments", "width_tax", "adapters", "measured_adapters",
+    )  # fmt: skip
     architecture: Architecture
     topology: Topology
     flops_per_s: float = 100e12
@@ -248,8 +249,8 @@ class AnalyticCosts(CostModel):
         m, a = micro_batch, self.architecture
         if m.decoder_len and not self.has_decoder:
             return (
-                f"a micro-batch has decoder length {m.decoder_len}, but the analytic model prices decoder-only models"
-                " (their length is encoder): measure a cost table for encoder-decoder models"
+                f"a micro-batch has decoder length {m.decoder_len}, but these costs are of a decoder-only model: give"
+                " encoder lengths alone"
             )
         if a.position == "learned" and (longest := _find_longest(m)) > a.max_seq_len:
             return (
@@ -299,7 +300,8 @@ class AnalyticCosts(CostModel):
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
         hidden = self.split(self.activation_bytes_per_value * a.hidden_size * rank[:2])
         sent = layout.add_messages(hidden, HEAD_MESSAGE_BYTES * tokens)
-        links = self.links or Links.make_uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
+        link = Link(self.latency_ns, self.bandwidth_bytes_per_s)
+        links = self.links or Links(intra=link, inter=link, ranks_per_node=1)
         costs = MicroBatchCosts(
             forward_ns=overhead_ns + self._compute_ns(flops[0], taxed=True),
             backward_ns=overhead_ns + self._compute_ns(flops[1], taxed=True),
@@ -554,8 +556,8 @@ class AnalyticCosts(CostModel):
         """Return the costs as JSON. Files of encoder-decoders leave out, at their defaults, the fields that files of
         decoder-only models have, and describe the architecture with its defaults."""
         if not self.has_decoder:
-            return {"kind": "analytic", **dump_fields(self, _LATER)}
-        raw = {"kind": "encoder-decoder", **dump_fields(self, (*_LATER, *_NOT_OF_PAIRS))}
+            return {"kind": "analytic", **dump_fields(self)}
+        raw = {"kind": "encoder-decoder", **dump_fields(self, _NOT_OF_PAIRS)}
         raw["architecture"] = asdict(self.architecture)
         return raw if raw.pop("overhead_ns") == 0 else raw | {"overhead_ns": self.overhead_ns}
 

@@ -28,8 +28,8 @@ def to_json(value: Any) -> Any:
 
 
 def dump_fields(value: Any, later: Collection[str] = (), *, skip: Collection[str] = ()) -> dict[str, Any]:
-    """Return the fields of a dataclass as JSON, without those of later versions that have their default: those in
-    `later`, and in LATER_FIELDS of the class."""
+    """Return the fields of a dataclass as JSON, without those that have their default and are in LATER_FIELDS of the
+    class, which older files do not have, or in `later`."""
     later = {*later, *getattr(value, "LATER_FIELDS", ())}
     raw = {}
     for field in fields(value):

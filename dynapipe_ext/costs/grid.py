@@ -87,8 +87,6 @@ class Grid:
         axes = [list(axis) for axis in raw["axes"]]
         if not all(type(x) is int and 0 < x < INFEASIBLE for axis in axes for x in axis):
             raise DataError(f"grid axes {short(axes)} must be rows and lengths: whole numbers, above 0")
-        if any(axis != sorted(set(axis)) or not axis for axis in axes):
-            raise DataError(f"grid axes {axes} must be ascending and not empty")
         points, columns = list(itertools.product(*axes)), dict[str, dict[GridPoint, float]]()
         for name, values in raw["columns"].items():
             if len(values) != len(points):
@@ -96,7 +94,7 @@ class Grid:
             columns[name] = {point: float(v) for point, v in zip(points, values, strict=True) if v is not None}
         grid = cls.from_points(columns)
         if [list(axis) for axis in grid.axes] != axes:
-            raise DataError(f"a coordinate of grid axes {axes} has no measured point: leave it out")
+            raise DataError(f"grid axes {short(axes)} must ascend, each coordinate with a measured point: correct them")
         if "share_of_bytes" not in raw:
             return grid
         a, b, c, d = map(float, raw["share_of_bytes"])

@@ -56,11 +56,6 @@ class Links:
     def __post_init__(self) -> None:
         check_integer("ranks_per_node", self.ranks_per_node, least=1)
 
-    @classmethod
-    def make_uniform(cls, link: Link) -> Links:
-        """Use one kind of link everywhere."""
-        return cls(intra=link, inter=link, ranks_per_node=1)
-
     def find_group_link(self, stride: int, size: int) -> Link:
         """Return the slowest link of a ring over `size` ranks, each `stride` ranks after the one before.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -68,8 +68,6 @@ from dynapipe_ext.models.architecture import MOST_LAYERS
 FORMAT = "dynapipe-costs/1"
 STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
 VALUE_BYTES = 2
-# Fields that files of older versions did not have: left out at their defaults, so that these read as they always did.
-_LATER = ("num_decoder_layers", "links", "state_parts", "value_bytes", "packed_bytes", "once_bytes", "pieces", "blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +81,7 @@ class CostTable(CostModel):
     split backward is as measured, else `split_w` of the backward.
 
     Grids and parameter bytes of "attention" and "mlp", of an encoder layer, price stages that are cut between the two.
-    Parts of a head over pipeline ranks take their share of the measured head (`values_with_spread_head`).
+    Parts of a head over pipeline ranks take their share of the measured head.
 
     `packed_layers`: bytes of a layer on packed rows, if they are above those of the padded shape. `packed_bytes`, of
     older tables: stored bytes of packed rows over those of the padded shape, by recomputation (else 1). `once_bytes`:
@@ -108,6 +106,9 @@ class CostTable(CostModel):
     row's bytes and a shorter row's bytes.
     """
 
+    LATER_FIELDS: ClassVar = (  # older files do not have them (`codec.py`)
+        "num_decoder_layers", "links", "state_parts", "value_bytes", "packed_bytes", "once_bytes", "pieces", "blocks",
+    )  # fmt: skip
     grids: Mapping[tuple[Recompute, LayerKind], Grid]
     # Weights on one tensor-parallel rank: of a layer of each kind, and what else `count_parameters_by_stage` names.
     parameter_bytes: Mapping[str, float]
@@ -425,7 +426,7 @@ class CostTable(CostModel):
         def list_by_layer(values: Mapping[tuple[Recompute, LayerKind], Grid | PackedLayer]) -> list[dict[str, Any]]:
             return [{"recompute": key[0], "layer": key[1], **to_json(values[key])} for key in sorted(values)]
 
-        raw = dump_fields(self, _LATER, skip=("grids", "packed_layers"))
+        raw = dump_fields(self, skip=("grids", "packed_layers"))
         packed = {"packed_layers": list_by_layer(self.packed_layers)} if self.packed_layers else {}
         grids = {"grids": list_by_layer(self.grids)}
         return {"format": FORMAT, "kind": "table", "lm_head": "last", **raw, **packed, **grids}

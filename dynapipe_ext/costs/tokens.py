@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class TokenCosts(CostModel):
     For equal lengths that means an overhead of three lengths, of 32 positions here.
     """
 
+    LATER_FIELDS: ClassVar = ("width", "width_tax")  # older files do not have them (`codec.py`)
     num_stages: int
     ns_per_token: int = 1000
     ns_per_token_squared: float = 0
@@ -121,7 +122,7 @@ class TokenCosts(CostModel):
         ).keep_inputs(recompute == "stage")
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "tokens", **dump_fields(self, ("width", "width_tax"))}
+        return {"kind": "tokens", **dump_fields(self)}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> TokenCosts:
