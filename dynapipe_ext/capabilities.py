@@ -146,7 +146,7 @@ _OF_STAGES: tuple[Limit, ...] = (
     Limit("vocabulary parallelism", ("adapters",), "a model with adapters keeps it whole", _WHOLE),
     Limit("vocabulary parallelism", ("DeepSpeed",), "a DeepSpeed engine keeps it whole", _WHOLE),
     Limit("comparison", ("DeepSpeed",), "DeepSpeed has one model in a process", "leave --compare out"),
-    Limit("comparison", _SIDES, "rows that attend as a whole would mix inputs", "leave --compare out"),
+    Limit("comparison", _SIDES, "its rows would mix the inputs of an encoder-decoder", "leave --compare out"),
 )
 LIMITS = {"settings": _OF_SETTINGS, "run": _OF_RUNS, "stages": _OF_STAGES}
 

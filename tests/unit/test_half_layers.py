@@ -165,7 +165,7 @@ def test_jobs_whose_stages_cannot_be_cut_inside_a_layer_neither_try_nor_take_it(
     assert topology_of(replace(config, topology=named)).has_half_layers
     for table, changed in values.items():
         config = replace(config, **{table: replace(getattr(config, table), **changed)})
-    with pytest.raises(ConfigError, match="cuts a layer between attention and MLP, which a model with a decoder side"):
+    with pytest.raises(ConfigError, match=r"is \(2.5, 1.5\) but layers .* stay whole: give whole numbers"):
         topology_of(replace(config, topology=named))
 
 
@@ -175,10 +175,11 @@ def test_a_model_of_transformers_has_halves_where_that_is_proven_of_its_family(*
     cut = ProvenCut(pattern=LayerPattern(layers="layers", first=(), last=(), halves=halves))
     config = TrainConfig().with_values(topology={"tp": 1, "pp": 2, "layers_per_stage": [2.5, 1.5]})
     config = replace(config, model=replace(config.model, backend="transformers", described=DENSE, cut=cut))
+    says = "cuts a layer between attention and MLP, which this model of transformers"
     if has_halves:
         assert topology_of(config).has_half_layers
-        config = replace(config, lora=replace(config.lora, enabled=True))
-    with pytest.raises(ConfigError, match="cuts a layer between attention and MLP, which this model of transformers"):
+        config, says = replace(config, lora=replace(config.lora, enabled=True)), "layers with adapters stay whole"
+    with pytest.raises(ConfigError, match=says):
         topology_of(config)
 
 
