@@ -74,6 +74,7 @@ _RULES, _LAYERS, _WHOLE = (
     "give whole numbers",
     "set vocabulary_parallel 'whole'",
 )
+_PADDED, _FOLDER = "give --layout padded, or leave --backend out", "name a folder with weights, or no --backend"
 _SIDES: tuple[RunKind, ...] = ("encoder-decoder",)
 _T5: tuple[RunKind, ...] = ("encoder-decoder", "transformers")
 
@@ -107,8 +108,8 @@ _OF_SETTINGS: tuple[Limit, ...] = (
 )
 # What is judged once file, flags and the model's folder are merged: defaults of one may give way to those of another.
 _OF_RUNS: tuple[Limit, ...] = (
-    Limit("packed rows", _T5, "relative positions of transformers know no borders of pairs", "give --layout padded"),
-    Limit("random first weights", _T5, "transformers trains encoder-decoders from weights on", "name a folder"),
+    Limit("packed rows", _T5, "relative positions know no borders of packed pairs", _PADDED),
+    Limit("random first weights", _T5, "transformers trains encoder-decoders from weights on", _FOLDER),
     Limit("DeepSpeed", _T5, "no engine trains an encoder-decoder", "leave --deepspeed or --backend out"),
     Limit("deterministic", _T5, "encoder-decoders of transformers have no such mode", "leave --backend out"),
     Limit("costs fitted to the run", ("adapters",), "times are fitted to models that train whole", _EITHER),

@@ -184,7 +184,7 @@ def test_what_runs_of_transformers_do_not_have_is_refused_before_anything_is_pre
     given = ["train", "--model", str(model), "--data", str(write_pairs(tmp_path / "data.jsonl", 3))]
     given += ["--backend", "transformers"]
     assert main([*given, "--tp", "2", "--deterministic"]) == 2
-    assert "whose runs have no tp" in " ".join(capsys.readouterr().err.split())
+    assert "tp is 2 but transformers computes layers on one rank" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_decoder_that_megatron_core_cannot_compute_is_one_of_transformers(tmp_path: Path) -> None:

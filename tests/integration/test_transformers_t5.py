@@ -269,8 +269,8 @@ def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
     ("asked", "says"),
     [
         ([], "relative positions know no borders of packed pairs: give --layout padded, or leave --backend out"),
-        (["--layout", "padded", "--deterministic"], "that transformers computes, of which runs have no --determ"),
-        (["--layout", "padded", "--tp", "2"], "whose runs have no tp"),
+        (["--layout", "padded", "--deterministic"], "encoder-decoders of transformers have no such mode"),
+        (["--layout", "padded", "--tp", "2"], "transformers computes layers on one rank: give --tp 1"),
         (["--layout", "padded", "--lora", "--lora-target-modules", "q"], "has an encoder too: train all of"),
         (["--layout", "padded", "--pieces", "16"], "of an encoder-decoder attend to later positions: plan whole"),
     ],
@@ -282,7 +282,7 @@ def test_what_runs_of_pairs_do_not_have_is_refused_before_anything_is_prepared(a
 def test_a_run_of_pairs_without_weights_is_refused(tmp_path, capsys):
     tiny("t5").config.save_pretrained(tmp_path)
     said = refusal(tmp_path, ["--layout", "padded", "--from-scratch"], capsys)
-    assert "which transformers trains from weights on, but gives none: name a folder" in said
+    assert "init_from is '' but transformers trains encoder-decoders from weights on: name a folder" in said
 
 
 def refusal(model: Path, asked: list[str], capsys: pytest.CaptureFixture[str]) -> str:
