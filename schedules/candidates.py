@@ -294,12 +294,11 @@ def _reorder_in_rounds(problem: StepProblem, plan: StepPlan) -> StepPlan:
     The search's dispatcher admits micro-batches one by one. If many are alike, rounds of as many as ranks fill an
     interleaved pipeline faster. Rounds have full backwards, and a core for each rank.
     """
-    is_split = any(schedule.is_split for schedule in plan.schedules)
-    if not problem.topology.is_interleaved or plan.forward_only or plan.cores is not None or is_split:
+    topology, rules = problem.topology, problem.rules
+    if not topology.is_interleaved or plan.forward_only or plan.cores is not None or rules.is_split:
         return plan
-    limit_bytes, noise = problem.limit_bytes, problem.rules.noise
     pairs = zip(plan.schedules, plan.costs, strict=True)
-    schedules = tuple(reorder_in_rounds(*pair, limit_bytes, noise) for pair in pairs)
+    schedules = tuple(reorder_in_rounds(*pair, problem.limit_bytes, rules.noise) for pair in pairs)
     if schedules == plan.schedules:
         return plan
     replicas = [list(replica.micro_batches) for replica in plan.batch.replicas]
