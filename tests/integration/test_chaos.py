@@ -51,7 +51,7 @@ def jobs(preloaded: Preloaded) -> Iterator[ChaosJobs]:
         ),
         pytest.param(
             "launch",
-            [Cell("optimizer.update: all_reduce", "kill", "rank"), Cell("anywhere", "drop", "plan")],
+            [Cell("optimizer._clip_and_step: all_reduce", "kill", "rank"), Cell("anywhere", "drop", "plan")],
             id="plans, a rank that a launched job replaces",
         ),
     ],

@@ -87,7 +87,7 @@ def test_caps_and_bytes_hold_and_every_sample_runs_once_or_the_call_refuses_by_n
         ([1 << 31] * 3 + [1], {"max_tokens": 1 << 32}, PlanError, "takes longer.*or truncate"),
         ([5], {"max_tokens": 0}, ConfigError, "max_tokens is 0 and memory_limit_bytes is None.*give the positions"),
         ([5], {"max_tokens": -1}, ConfigError, "max_tokens is -1"),
-        ([5], {"max_tokens": 8, "layot": "packed"}, ConfigError, "layot is no rule of plans; did you mean 'layout'"),
+        ([5], {"max_tokens": 8, "layot": "packed"}, ConfigError, "layot is not a rule of plans; did you mean 'layout'"),
         ([5], {"max_tokens": 8, "topology": None}, ConfigError, "topology is None but must be a Topology"),
     ],
 )
