@@ -28,8 +28,8 @@ def find_hidden_size(model: str) -> int:
 
 
 def read_layers(directory: Path, model: str, tp: int, hidden_size: int) -> tuple[Grids, Mapping[str, float]]:
-    """Read grids and the largest parameter bytes of a model's layers as measured, and derive those of halves by their
-    share."""
+    """Read the grids of a model's layers at degree `tp`, and their largest parameter bytes. Those of half layers are
+    derived. Raises DataError for a file that cannot be read, ConfigError if `tp` was not measured."""
     points: dict[tuple[Recompute, LayerKind], dict[str, dict[tuple[int, ...], float]]] = {}
     for suffix, column, value, unit in (("time_ms", "pass", "ms", "_ms"), ("activation_mb", "kind", "mb", "_mb")):
         for row in _read_rows(directory / f"{model}_{suffix}.csv", tp):

@@ -1,4 +1,4 @@
-"""Costs of training low-rank adapters while the model's own weights are frozen: an adjustment of any costs."""
+"""Costs of training low-rank adapters with the model's own weights frozen, as an adjustment of any costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynapipe_ext.settings.tables import LoraSettings
 
 
 def find_adapter_share(lora: LoraSettings, architecture: Architecture) -> float:
-    """Return the share of the model's products for weight gradients that its adapters need."""
+    """Return adapters' share of the weight-gradient FLOPs of full training."""
     (share,) = _find_trained_shares(lora, architecture, Topology(layers_per_stage=(architecture.num_layers,)))
     return share
 
@@ -32,14 +32,12 @@ def price_adapters(
     exact_sums: bool = False,
     num_moments: int = ADAM_MOMENTS,
 ) -> CostModel:
-    """Adjust `base`, which price the training of all weights over `topology`, to the adapters of `lora`.
+    """Return `base`, costs of training all weights over `topology`, adjusted to training only the adapters of `lora`.
 
-    Weights and the states of adapters are those of `recipe`, which a ZeRO stage divides over replicas and the base's
-    offload moves, with deterministic mode's `exact_sums` on top. An adapted layer keeps the adapter's inner values of
-    each token, and with dropout what remains of its input, with the factors of that. These bytes are counted, in values
-    as wide as weights, unless the base has measured what is stored with these adapters. The adapters' own forward,
-    r (inputs + outputs) products per token, is not counted: about a hundredth.
-    """
+    Bytes of states follow from `recipe`, `zero_stage`, `num_moments`, `exact_sums` (of deterministic mode) and the
+    offload of `base`. An adapted layer stores r values per token, and with dropout what remains of its input and the
+    dropout's factors. These values are as wide as weights; they are not added if `base` was measured with these
+    adapters. The adapters' own forward, r (inputs + outputs) products per token, is not counted: about a hundredth."""
     require_whole_vocabulary(topology, "a model with adapters")
     layers, described = _count_layers(architecture, topology), lora.described or ()
     static = state_bytes(
@@ -63,7 +61,7 @@ def price_adapters(
 
 
 def with_idle_weights(costs: CostModel, idle_bytes: tuple[int, ...]) -> CostModel:
-    """Add on each stage weights of `idle_bytes` that nothing runs through; what trains stays as it is."""
+    """Return the costs with unused weights of `idle_bytes[s]` added on stage s; what trains stays as it is."""
     frozen = costs.frozen if isinstance(costs, AdjustedCosts) else None
     frozen = frozen or FrozenWeights((1.0,) * costs.num_stages)
     return adjust(costs, frozen=replace(frozen, idle_bytes=idle_bytes))

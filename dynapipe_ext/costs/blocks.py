@@ -1,4 +1,4 @@
-"""Exchanges in attention between the ranks of a context-parallel group, each with a slice of every row's positions."""
+"""Exchanges in attention between the ranks of a context-parallel group, each with a position shard of every row."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dynapipe_ext.models.architecture import Architecture
 class BlockAttention:
     """One layer's attention on a tensor parallel rank, in a context-parallel group of `width` data parallel ranks.
 
-    The ranks divide its query heads over `head_ranks` of them: by an all-to-all each gets all positions of its heads
-    (Jacobs et al. 2023, "DeepSpeed Ulysses"). Key heads fewer than these are copied. If heads are fewer than ranks,
-    `gather_ranks` share a part of the heads: each has a part of the queries, and all keys and values, by the same
-    exchange. Values are counted for each position, on one tensor parallel rank: `query_values` of queries and of what
-    they attend to, `key_values` of keys and values.
+    Query heads are divided into `head_ranks` shares. By an all-to-all a rank gets all positions of its share (Jacobs et
+    al. 2023, "DeepSpeed Ulysses"); key heads fewer than shares are copied. `gather_ranks` ranks have the same share:
+    each takes some of its queries, and all keys and values. Sizes are per position. On one tensor parallel rank:
+    `query_values` of queries and attention outputs, `key_values` of keys and values. On one rank of the group:
+    `kept_values`, the keys and values it attends with.
 
     >>> eight_heads = BlockAttention(width=16, num_heads=8, num_key_heads=2, query_values=2048, key_values=512)
     >>> eight_heads.head_ranks, eight_heads.gather_ranks, eight_heads.kept_values
@@ -51,7 +51,7 @@ class BlockAttention:
 
     @classmethod
     def from_sizes(cls, sizes: Mapping[str, Any], topology: Topology) -> BlockAttention | None:
-        """Read sizes by the names of `Architecture`; None if they have no heads, or those of latent attention."""
+        """Read sizes by names of `Architecture`. Return None if they have no heads, or those of latent attention."""
         names = ("num_heads", "num_query_groups", "head_dim")
         if sizes.get("latent") or not all(isinstance(sizes.get(name), int) for name in names):
             return None
@@ -81,22 +81,21 @@ class BlockAttention:
 
     @property
     def copied_values(self) -> float:
-        """Values kept per position beyond a slice's keys and values: copies of key heads, gathered positions."""
+        """Keys and values per position that a rank keeps beyond its position shard's: copied heads, gathered
+        positions."""
         return max(0.0, self.kept_values - self.key_values / self.width)
 
     @property
     def exchanged_values(self) -> float:
-        """Values received per position in a forward; their gradients return in a backward."""
+        """Values that a rank receives in F, per position of the full row. B returns their gradients."""
         others = (self.width - 1) / self.width
         return others * (self.query_values / self.width + self.kept_values)
 
     def exchange_ns(
         self, positions: IntArray | FloatArray, value_bytes: int, link: Link, measured: MeasuredBlock | None = None
     ) -> FloatArray:
-        """Return the time of a forward or a backward of one layer: over the slowest link of the group, or as measured.
-
-        Keys and values go with the queries, or are gathered in a third exchange.
-        """
+        """Return ns of the exchanges in one layer's F, or B, for rows of `positions`: by `measured`, else by `link`,
+        the slowest of the group. Keys and values go with the queries, or are gathered in a third exchange."""
         gathers = self.gather_ranks > 1
         if measured is None:
             fixed_ns = (2 + gathers) * link.latency_ns

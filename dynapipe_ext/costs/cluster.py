@@ -22,12 +22,12 @@ USUAL_HOST_GB_PER_DEVICE = 250.0  # NVIDIA DGX A100 640GB, H100, H200: 2 TB for 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Published figures of one accelerator; links are in bytes/s, one direction.
+    """Published figures of one accelerator. Memory is in 10^9 bytes; rates of links are of one direction.
 
-    `peak_flops_per_s`: dense rates, without sparsity, of 16-bit and of fp32 matrix products. `efficiency`: the share of
-    this rate that a layer's kernels reach; communication and bubbles are priced separately. `is_fused`: kernels keep
-    what Korthikanti et al. 2022 count. Plain operators keep more.
-    """
+    `peak_flops_per_s`: dense rates (without sparsity) of matrix products, by precision. `efficiency`: the share of this
+    rate that a layer's kernels reach; communication and bubbles are priced separately. `reserved_gb`: memory that the
+    framework takes. `is_fused`: layers store what Korthikanti et al. 2022 count; layers of plain operators store
+    more."""
 
     name: str
     peak_flops_per_s: Mapping[Precision, float]
@@ -71,10 +71,9 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in (_A100, _H100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`nodes` x `gpus_per_node` devices. Memory is in 10^9 bytes. `reserved_gb` of each device is left to the framework
-    (contexts, communicators, fragmentation). `host_memory_gb` is that of one node; 0 means unknown, and the usual
-    amount counts. Raises ConfigError.
-    """
+    """A cluster of `nodes` x `gpus_per_node` devices. Memory is in 10^9 bytes. `reserved_gb` of each device is left to
+    the framework (contexts, communicators, fragmentation). `host_memory_gb`: of one node; 0: unknown, then the usual
+    250 GB per device count. Raises ConfigError for a figure outside of its range."""
 
     device: Device
     nodes: int
@@ -120,7 +119,7 @@ class Cluster:
 
     @property
     def usual_host_bytes(self) -> float:
-        """Memory of one node's host, or of the host of published systems if it is unknown."""
+        """Memory of one node's host in bytes; if it is unknown, 250 GB per device, as published systems have."""
         return 1e9 * (self.host_memory_gb or USUAL_HOST_GB_PER_DEVICE * self.gpus_per_node)
 
     @property
@@ -137,7 +136,7 @@ class Cluster:
         )
 
     def flops_per_s(self, precision: Precision) -> float:
-        """Return the rate that a device reaches: its peak times its efficiency."""
+        """Return the FLOP/s that one device reaches: its peak times its efficiency."""
         return self.device.peak_flops_per_s[precision] * self.efficiency
 
     def group_link(self, stride: int, size: int) -> Link:

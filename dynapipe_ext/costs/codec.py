@@ -28,8 +28,8 @@ def to_json(value: Any) -> Any:
 
 
 def dump_fields(value: Any, later: Collection[str] = (), *, skip: Collection[str] = ()) -> dict[str, Any]:
-    """Return the fields of a dataclass as JSON, without those that have their default and are in LATER_FIELDS of the
-    class, which older files do not have, or in `later`."""
+    """Return the fields of a dataclass as JSON, without those in `skip`. Fields that older versions did not have (those
+    in `later` and in the class's LATER_FIELDS) are left out if they have their default."""
     later = {*later, *getattr(value, "LATER_FIELDS", ())}
     raw = {}
     for field in fields(value):

@@ -1,4 +1,4 @@
-"""Costs fitted to what a run's actions took: `MeasuredAction`s in, costs with `FittedTimes` out."""
+"""Fits of costs to a run's action times: `MeasuredAction`s are the input, costs with `FittedTimes` the output."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ _WORTH_MORE_TERMS = 0.5  # of the error with only a factor: more terms than are 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAction:
-    """One action of `letter` that has run. `base_ns`: its time by the costs before any fit. `predicted_ns`: its time by
-    the costs that its plan was made with. `tokens` and `squares` as `count_positions`; `shape` is (rows, encoder_len,
-    decoder_len).
-    """
+    """One action of `letter` (F, B, I or W) that has run. `base_ns`: its time by the costs before any fit.
+    `predicted_ns`: its time by the costs that its plan was made with. `tokens` and `squares` are those of
+    `count_positions`; `shape` is (rows, encoder_len, decoder_len)."""
 
     stage: int
     letter: str
@@ -46,10 +45,8 @@ class MeasuredAction:
 
 
 def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> CostModel:
-    """Fit the costs to the times of measured actions, by stage and action kind.
-
-    A correction that the costs have and that was not measured this time stays.
-    """
+    """Return the costs with times fitted to measured actions, by stage and action kind; those of B and I also by
+    recomputation mode if it has at least 8 actions. A correction stays if nothing was measured for it this time."""
     alike: dict[tuple[int, str], list[MeasuredAction]] = defaultdict(list)
     for action in actions:
         if action.base_ns > 0 and action.measured_ns > 0:
@@ -66,7 +63,7 @@ def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> CostModel:
 
 
 def find_prediction_error(times: FittedTimes, actions: Sequence[MeasuredAction]) -> tuple[float, float]:
-    """Return the relative errors, against the measured times, of the plans' predictions and of those by `times`."""
+    """Return sum |predicted - measured| / sum of measured times, as the plans predicted them and as `times` do."""
     measured_ns = sum(action.measured_ns for action in actions)
     before_ns = sum(abs(action.predicted_ns - action.measured_ns) for action in actions)
     after_ns = 0.0

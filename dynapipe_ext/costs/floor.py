@@ -1,8 +1,7 @@
-"""Minimum times that a cost model promises, by which `find_batch_floor` bounds a global batch before it is cut.
+"""Lower bounds of times by a cost model, with which `find_batch_floor` bounds a global batch before it is divided.
 
-Either form holds for every micro-batch that the model can price: `TablePoints` for times that are multilinear between
-measured points, `GrowingTimes` for times that grow with tokens and squared lengths.
-"""
+They hold for every micro-batch that the model can price: `TablePoints` for times that are multilinear between measured
+points, `GrowingTimes` for times that grow with tokens and squared lengths."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ ROUNDING_NS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class PaddedTimes:
-    """Times in ns of n padded micro-batches under the fastest recomputation: F and B (S, n), dependency chain (n,)."""
+    """Times in ns of n padded micro-batches under the fastest recomputation mode: F and B on S stages, (S, n), and the
+    dependency chain of F on all stages and then B, (n,)."""
 
     forward: FloatArray
     backward: FloatArray
@@ -28,12 +28,11 @@ class PaddedTimes:
 
 @dataclass(frozen=True, slots=True)
 class GrowingTimes:
-    """Times of the form overhead + a tokens + b squares with nothing negative, for rows of either layout.
+    """Times of the form overhead + a tokens + b squared lengths, none of which is negative, for padded and packed rows.
 
-    `padded(rows, lengths)`: micro-batches of `rows` rows of each (encoder, decoder) length (n, 2). `rounding_ns`, shape
-    (S,): what a model adds at most by rounding its work up (experts' capacity), which belongs to no sample. `error_ns`:
-    what rounding to whole nanoseconds changes at most, of F and B of one micro-batch on one stage.
-    """
+    `padded(rows, lengths)`: times if micro-batches have that many rows, for each (encoder, decoder) length, (n, 2).
+    `rounding_ns`, (S,): what a model adds at most by rounding its work up (experts' capacity), which belongs to no
+    sample. `error_ns`: the largest error by whole nanoseconds, in F and B of one micro-batch on one stage."""
 
     padded: Callable[[int, IntArray], PaddedTimes]
     rounding_ns: FloatArray
@@ -47,8 +46,8 @@ _Weights = tuple[tuple[IntArray, FloatArray | float], ...]  # indices of points 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlace:
-    """The places of n samples among measured points. For the encoder and the decoder axis: the points below and above
-    with their shares, and the first point that is longer. `outside`: the sample is longer than every point."""
+    """Positions of n samples between measured points, by (encoder, decoder) axis. `between`: points below and above
+    with their shares. `longer`: the first longer point. `outside`: the sample is longer than every point."""
 
     between: tuple[_Weights, _Weights]
     longer: tuple[_Weights, _Weights]
@@ -57,7 +56,7 @@ class SamplePlace:
     def interpolate(
         self, values: FloatArray, encoder_is_longer: bool = False, decoder_is_longer: bool = False
     ) -> FloatArray:
-        """Interpolate (Q, E, D) at the samples' own lengths, or take the first longer point of a side: (Q, n)."""
+        """Interpolate values (Q, E, D) at the samples' own lengths, or at the next longer point of a side: (Q, n)."""
         encoder = (self.longer if encoder_is_longer else self.between)[0]
         decoder = (self.longer if decoder_is_longer else self.between)[1]
         mixed = np.zeros(())
@@ -68,11 +67,11 @@ class SamplePlace:
 
 @dataclass(frozen=True, slots=True)
 class PointTable:
-    """Values (Q, E, D) at points; `rows_of` tells which number of rows and which recomputation mode each q is of.
+    """Values (Q, E, D) at measured encoder and decoder lengths. Of K recomputation modes and R numbers of rows,
+    `rows_of` lists the Q that are there, each as mode x R + index of rows.
 
-    `longer[i][j]`: if i, each value is the least over encoder sides from its point on, and there is one more point for
-    "longer than any"; if j, the same for decoder sides.
-    """
+    `longer[i][j]`: if i, each value is the least of its and all larger encoder lengths, with one more point for "longer
+    than any"; if j, the same for decoder lengths."""
 
     values: FloatArray
     rows_of: IntArray
@@ -80,8 +79,8 @@ class PointTable:
 
     @classmethod
     def from_values(cls, values: FloatArray, num_rows: int) -> PointTable:
-        """Make the table of `values` (K x R, E, D), without numbers of rows if fewer rows under the same recomputation
-        are nowhere above them: their minimum is never needed."""
+        """Make the table of `values` (K x R, E, D). It leaves out numbers of rows if another one, under the same
+        recomputation mode, is nowhere above them: these never have the minimum."""
         numbers: list[int] = []
         for q, one in enumerate(values):
             same = [k for k in numbers if k // num_rows == q // num_rows]
@@ -96,10 +95,10 @@ class PointTable:
         return cls(some, np.array(numbers), ((some, extend(some, 2)), (longer, extend(longer, 2))))
 
     def find_min(self, place: SamplePlace, fits: BoolArray | None) -> FloatArray:
-        """Return the minimum, (n,), over all shapes that hold each sample, with numbers of rows that `fits` (K x R, n).
+        """Return the minimum, (n,), over all shapes that each sample fits into, with numbers of rows for which `fits`
+        (K x R, n).
 
-        If one side is longer, the minimum is bounded by those at the other side's two points.
-        """
+        If a shape is longer on one side, its value is bounded by those at the two points around the other side."""
         best = np.min([place.interpolate(self.longer[i][j], bool(i), bool(j)) for i in (0, 1) for j in (0, 1)], axis=0)
         if fits is not None:
             best = np.where(fits[self.rows_of], best, NEVER_NS)
@@ -108,13 +107,12 @@ class PointTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePoints:
-    """Times at every measured point, NEVER_NS if it cannot run; between points they are multilinear, and at fixed
-    lengths time over rows is monotone between them. So minima over shapes are minima over points, with a sample's own
-    lengths among these (`find_batch_floor` has the argument). Ranks share equal tables of work: `work_of` says which.
+    """Times in ns at every measured point, NEVER_NS if it cannot run. Between points they are multilinear, and at fixed
+    lengths time / rows is monotone between them. So minima over shapes are minima over points and the sample's own
+    lengths (`find_batch_floor` has the argument). Ranks with equal work share a table: rank r has `work[work_of[r]]`.
 
-    `needed`: for some stages (bytes (K x R, E, D), static bytes) of the activations that a micro-batch holds there by
-    itself at some time. These bytes grow with rows and lengths: each is the minimum over all larger shapes.
-    """
+    `needed`: for some stages, (bytes (K x R, E, D), static bytes) of activations that one micro-batch by itself holds
+    there at some time. These bytes grow with rows and lengths: each is the minimum over all larger shapes."""
 
     rows: FloatArray
     axes: tuple[FloatArray, FloatArray]
@@ -130,7 +128,7 @@ class TablePoints:
     error_ns: float = ROUNDING_NS
 
     def place(self, needs: FloatArray) -> SamplePlace:
-        """Find the places of samples with (encoder, decoder) lengths (n, 2)."""
+        """Find where samples with (encoder, decoder) lengths (n, 2) are among the points."""
         between, longer = [], []
         for axis, lengths in zip(self.axes, needs.T, strict=True):
             x = np.clip(lengths, axis[0], axis[-1])
@@ -144,10 +142,10 @@ class TablePoints:
         return SamplePlace((between[0], between[1]), (longer[0], longer[1]), outside)
 
     def fits(self, place: SamplePlace, limit_bytes: int) -> BoolArray:
-        """Return which numbers of rows of the samples' own lengths could be in one micro-batch: (K x R, n).
+        """Return which numbers of rows with the samples' own lengths could fit into memory as one micro-batch: (K x R,
+        n).
 
-        Between two points the next one above counts as well, unless there is no whole number between them.
-        """
+        Between two numbers the larger one counts as well, unless they are consecutive."""
         num_rows = len(self.rows)
         steps = np.diff(self.rows, append=np.inf) == 1
         allowed: BoolArray | None = None
@@ -165,5 +163,5 @@ Floor = GrowingTimes | TablePoints
 
 
 def accumulate_minimum(values: FloatArray, axis: int) -> FloatArray:
-    """Return the least value from each index on along an axis."""
+    """Return at each index the least value from there to the end of an axis."""
     return np.flip(np.minimum.accumulate(np.flip(values, axis), axis=axis), axis)

@@ -1,4 +1,4 @@
-"""Multilinear interpolation in a measured grid that tells what it does not know."""
+"""Multilinear interpolation in a grid of measured values, some of which may be missing."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ INFEASIBLE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """Columns of measured values over a rectangular grid of points.
+    """Columns of measured values, such as "forward_ms", over a rectangular grid of points (rows and lengths).
 
     `axes`: ascending coordinates, one array per axis; `values`: shape (num_columns, points in row-major order).
-    `is_measured`: shape (points,); if it is False, the value is 0 and must not be used. `share_of_bytes`: the part
-    of the columns in MB that counts, if the grid is of a part of the measured layer. (a, b, c, d) stands for
-    (a + b L) / (c + d L), where L is the shape's coordinate on the second axis; so it is exact between points too,
-    although it is not linear.
-    """
+    `is_measured`: shape (points,); if it is False, the value is 0 and must not be used. `share_of_bytes`: if the grid
+    is of a part of the measured layer, the share of the columns in MB that this part has. (a, b, c, d) is (a + b L) /
+    (c + d L), where L is the coordinate on the second axis; it is exact between points too, although it is not
+    linear."""
 
     columns: tuple[str, ...]
     axes: tuple[FloatArray, ...]
@@ -42,7 +41,8 @@ class Grid:
 
     @classmethod
     def from_points(cls, columns: Mapping[str, Mapping[GridPoint, float]]) -> Grid:
-        """Make a grid of the columns' points, on the same axes; a point counts if every column has it."""
+        """Make a grid of values by column and point. Its axes have all coordinates of points; a point counts as
+        measured if every column has it. Raises DataError without points, and for values below 0 or not finite."""
         points = sorted(set().union(*columns.values()))
         if not points:
             raise DataError(f"a cost grid of {', '.join(columns) or 'no columns'} has no points: measure at least one")
@@ -57,11 +57,11 @@ class Grid:
         return cls(tuple(columns), places, np.maximum(values, 0.0), is_measured)
 
     def interpolate(self, coordinates: Sequence[FloatArray]) -> tuple[FloatArray, BoolArray]:
-        """Interpolate columns, shape (num_columns, num_shapes), and tell which shapes rest on measured points only.
+        """Interpolate each column at `coordinates`, one array per axis. Return values (num_columns, num_shapes) and
+        which shapes are known, (num_shapes,).
 
-        Below the grid the smallest coordinate counts; above it, and if a missing corner carries weight, the answer
-        is not known. Every operation is done in one fixed order, so all machines get the same bits.
-        """
+        Below the grid the smallest coordinate counts. Above it, or if an unmeasured corner has weight, a shape is not
+        known: do not use its values. A fixed order of operations gives all machines equal bits."""
         total, in_table = native.interpolate(
             self.axes, self.values, self.is_measured, np.array(coordinates, np.float64)
         )
@@ -72,7 +72,7 @@ class Grid:
         return total, in_table
 
     def to_json(self) -> dict[str, Any]:
-        """Return axes and, per column, the values in row-major order, null for what was not measured."""
+        """Return the axes and, by column, the values in row-major order, null for points that were not measured."""
         return {
             "axes": [[int(x) for x in axis] for axis in self.axes],
             **({"share_of_bytes": list(self.share_of_bytes)} if self.share_of_bytes else {}),

@@ -1,4 +1,4 @@
-"""Cost models as JSON, of any of the four kinds and with adjustments: how planners receive them."""
+"""Cost models as JSON, with adjustments. Planner processes and other ranks receive them in this form."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ _NUM_CORES = "num_cores"  # of the machine that was measured, next to the fields
 
 
 def cost_model_to_json(costs: MicroBatchPricer) -> dict[str, Any]:
-    """Return a cost model as JSON. Its "kind" names one of the four, or an adjustment of its "base".
-
-    Raises ConfigError for a user's own model, and for estimates.
-    """
+    """Return a cost model as JSON. Its "kind" is "analytic", "encoder-decoder", "table", "tokens", or an adjustment of
+    "base". Raises ConfigError for models without `to_json`: a user's own, and estimates."""
     model = as_cost_model(costs)
     if (raw := model.to_json()) is None:
         own = model.prices if isinstance(model, UserCosts) else model
@@ -36,7 +34,7 @@ def cost_model_to_json(costs: MicroBatchPricer) -> dict[str, Any]:
 
 
 def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
-    """Read the cost model that `cost_model_to_json` or `run_costs_to_json` wrote."""
+    """Return the model that `cost_model_to_json` or `run_costs_to_json` wrote. Raises DataError or ConfigError."""
     raw = {key: value for key, value in raw.items() if key != _NUM_CORES}
     kind = raw.get("kind")
     if kind in ADJUSTMENTS:
@@ -50,18 +48,18 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
 
 
 def run_costs_to_json(model: CostModel, num_cores: int | None) -> dict[str, Any]:
-    """Return a cost model as JSON with the cores that all ranks of its run shared; None if each had a device."""
+    """Return a cost model as JSON, with the cores that all ranks of its run shared (None: each had a device)."""
     return cost_model_to_json(model) | ({} if num_cores is None else {_NUM_CORES: num_cores})
 
 
 def read_cost_file(path: str | Path) -> CostModel:
-    """Read the cost model in a JSON file of any kind. Raises DataError for other files."""
+    """Return the cost model in a JSON file. Raises DataError or ConfigError for other files."""
     return read_run_costs(path)[0]
 
 
 def read_run_costs(path: str | Path) -> tuple[CostModel, int | None]:
-    """Read the cost model in a JSON file of any kind, and the cores that the ranks of its run shared (None: each had a
-    device, or no run wrote it). Raises DataError for other files."""
+    """Return the cost model in a JSON file, and the number of cores that the ranks of its run shared (None: each had a
+    device, or no run wrote it). Raises DataError or ConfigError for other files."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

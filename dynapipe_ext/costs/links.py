@@ -1,4 +1,4 @@
-"""Seconds of messages between stages: latency and bytes over bandwidth, of the link that a boundary crosses."""
+"""Times of messages between stages: latency + bytes / bandwidth of the link between two stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two ranks. A bandwidth counts to 1 B/s below 1 GB/s and to 1 kB/s above."""
+    """A link between two ranks, in one direction. Its bandwidth is rounded to 1 B/s, from 1 GB/s on to 1 kB/s."""
 
     latency_ns: int
     bytes_per_s: float
@@ -30,7 +30,7 @@ class Link:
             raise ConfigError(f"bytes_per_s of a link is {self.bytes_per_s:g}: give 1 to 1e15")
 
     def transfer_ns(self, num_bytes: npt.ArrayLike) -> IntArray:
-        """Return latency and bytes over bandwidth, rounded up to nanoseconds; nothing sent still takes the latency.
+        """Return latency + bytes / bandwidth, rounded up to nanoseconds; a message of 0 bytes takes the latency.
 
         >>> Link(100, 3e9).transfer_ns([0, 3, 4]).tolist()
         [100, 101, 102]
@@ -47,7 +47,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Links within a node and between nodes of `ranks_per_node` consecutive ranks."""
+    """Links within a node (`intra`) and between nodes (`inter`). Consecutive `ranks_per_node` ranks are a node."""
 
     intra: Link
     inter: Link
@@ -68,7 +68,7 @@ class Links:
         return self.intra if within else self.inter
 
     def crosses_nodes(self, topology: Topology, from_pp_rank: int, to_pp_rank: int) -> bool:
-        """Return whether any rank's peer is on another node: the slowest link sets the pace.
+        """Return whether any rank of one pipeline rank has its peer on another node, as the slowest link sets the pace.
 
         >>> links = Links(intra=Link(0, 3e11), inter=Link(0, 5e10), ranks_per_node=4)
         >>> [links.crosses_nodes(Topology(tp=2, pp=4), s, s + 1) for s in range(3)]
@@ -82,14 +82,14 @@ class Links:
         )
 
     def list_boundaries(self, topology: Topology) -> tuple[Link | None, ...]:
-        """List the link between stages s and s + 1; None if both are on one rank."""
+        """List the link between each stage and the next one, S - 1 in all; None if both are on one rank."""
         return tuple(
             None if a == b else self.inter if self.crosses_nodes(topology, a, b) else self.intra
             for a, b in itertools.pairwise(topology.stage_ranks)
         )
 
     def transfer_ns(self, topology: Topology, num_bytes: IntArray) -> IntArray:
-        """Return times over every boundary, shape (S - 1, M), of bytes of that shape; 0 between stages of one rank."""
+        """Return ns over each stage boundary of messages of `num_bytes`, (S - 1, M); 0 between stages on one rank."""
         rows = [
             np.zeros_like(row) if link is None else link.transfer_ns(row)
             for link, row in zip(self.list_boundaries(topology), num_bytes, strict=True)

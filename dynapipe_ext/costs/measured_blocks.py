@@ -1,4 +1,4 @@
-"""Measurements of context-parallel groups: seconds of exchanges by bytes, and how much slower a layer is."""
+"""Measurements of context-parallel groups: seconds of exchanges by bytes, and a layer's overhead on position shards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ Seconds = tuple[tuple[int, float], ...]  # of exchanges, after the bytes that a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredBlock:
-    """Exchanges and overhead of context-parallel groups of one degree. A rank receives bytes from the others in two
-    ways: `even`, another part of each rank's data (queries by heads), and `gathered`, the same data as all ranks (keys
-    and values). `tax`: the time of a layer on position shards, without exchanges, over its share of the time on full
-    rows, minus 1. It comes from smaller kernels, copies, and work that is not divided.
-    """
+    """Exchanges and overhead of context-parallel groups of one degree. Links are of the bytes that a rank receives from
+    the others: `even`, if all ranks receive different data (all-to-all, queries by heads), `gathered`, if all receive
+    the same (all-gather, keys and values). `tax`: a layer's time on position shards, without exchanges, / its share of
+    the time on full rows - 1. It comes from smaller kernels, copies, and work that is not divided."""
 
     even: Link
     gathered: Link
@@ -35,9 +34,9 @@ class MeasuredBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """Measured seconds of a context-parallel group: of exchanges; `whole_s` of a layer's forward and backward on a long
-    row, on one rank; `slice_s` of the same on the position shards of a group's ranks, without exchanges.
-    """
+    """Measured seconds of a context-parallel group. `even_s` and `gathered_s`: (bytes that a rank receives, seconds) of
+    exchanges as in `MeasuredBlock`. `whole_s`: one layer's F + B on a long row on one rank. `slice_s`: the same F + B
+    on position shards of that row on all ranks, without exchanges."""
 
     even_s: Seconds
     gathered_s: Seconds
@@ -52,12 +51,12 @@ class BlockTimes:
             raise DataError(f"a layer took {self.whole_s} s, on slices {self.slice_s} s: measure again")
 
     def block(self, width: int) -> MeasuredBlock:
-        """Return the fitted exchanges and overhead of a group of `width` ranks."""
+        """Return the fitted links, and the tax, of this group; it has `width` ranks."""
         tax = min(max(0.0, self.slice_s / (self.whole_s / width) - 1), _MOST_TAX)
         return MeasuredBlock(even=fit_link(self.even_s), gathered=fit_link(self.gathered_s), tax=round(tax, 4))
 
     def find_errors(self, width: int) -> FloatArray:
-        """Return |fitted - measured| / measured of every exchange."""
+        """Return |fitted - measured| / measured of every exchange, first of all in `even_s`, then in `gathered_s`."""
         block = self.block(width)
         pairs = ((block.even, self.even_s), (block.gathered, self.gathered_s))
         return np.array(
@@ -66,7 +65,7 @@ class BlockTimes:
 
 
 def fit_link(seconds: Seconds) -> Link:
-    """Fit latency and bytes/s with least relative errors to the seconds of exchanges by their bytes.
+    """Fit latency and bytes/s to (bytes, seconds) of exchanges, with least relative errors.
 
     >>> fit_link(((1000, 2e-6), (10**6, 1.001e-3)))
     Link(latency_ns=1000, bytes_per_s=1000000000)
@@ -78,7 +77,7 @@ def fit_link(seconds: Seconds) -> Link:
 
 
 def describe_blocks(blocks: Mapping[int, BlockTimes]) -> list[str]:
-    """Return a line per context-parallel degree."""
+    """Return a line of text per context-parallel degree: latencies, bandwidths, their mean error, and the tax."""
     lines = []
     for width, times in sorted(blocks.items()):
         one, error = times.block(width), 100 * float(times.find_errors(width).mean())

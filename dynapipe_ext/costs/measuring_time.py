@@ -1,4 +1,4 @@
-"""Expected seconds of measurements, estimated from those that were made, so that a limit in seconds holds."""
+"""Expected seconds of a measurement, estimated from earlier ones, so that all of them end within a time limit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LEAST_S = 1.5  # what short actions take, which are repeated
 
 @dataclass(slots=True)
 class TimedDevice:
-    """A device that is measured for `most_s` seconds from `start_s` on, by `clock`. Ranks that measure together `agree`
-    on what there is time for. `hidden_size` weighs a layer's products against its scores.
-    """
+    """A `device` that is measured for at most `most_s` seconds from `start_s` on, by `clock`. `agree(answer)`: whether
+    all ranks that measure together answer True. `hidden_size` is the model's: expected times weigh matrix products
+    against attention scores by it."""
 
     device: Measure
     hidden_size: int = 1
@@ -30,7 +30,7 @@ class TimedDevice:
     _slower: dict[ModelPart, float] = field(default_factory=dict)  # seconds taken over those expected
 
     def __call__(self, part: ModelPart, *micro_batches: MicroBatch, bytes_only: bool = False) -> Measured | None:
-        """Measure as the device does, and note the seconds of one forward with its backward and of everything."""
+        """Measure as `device` does. Note the seconds of one F + B, and of the entire measurement, for `expect_s`."""
         start_s = self.clock()
         measured = self.device(part, *micro_batches, bytes_only=bytes_only)
         if measured and not bytes_only:
@@ -40,14 +40,14 @@ class TimedDevice:
         return measured
 
     def expect_s(self, part: ModelPart, *micro_batches: MicroBatch) -> float:
-        """Estimate seconds by the measurement of most work; 0 before the first one."""
+        """Return the expected seconds of a measurement, from this part's one with the most work; 0 if there is none."""
         if part not in self._largest:
             return 0.0
         most, run_s = self._largest[part]
         return self._slower[part] * max(_LEAST_S, _RUNS * run_s * self._count_work(micro_batches) / most)
 
     def has_time(self, expected_s: float, share: float = 1.0) -> bool:
-        """Return whether there is time for a measurement of `expected_s` before this share of the limit is over."""
+        """Return whether all ranks expect a measurement of `expected_s` to end within `share` (1: all) of the time."""
         return self.agree(self.clock() + expected_s < self.start_s + share * self.most_s)
 
     def _count_work(self, micro_batches: tuple[MicroBatch, ...]) -> float:

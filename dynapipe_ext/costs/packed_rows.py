@@ -1,4 +1,4 @@
-"""Bytes of a layer on packed rows, fitted to what was measured: documents end to end keep what padded rows do not."""
+"""Bytes of a layer on packed rows, fitted to measurements, as these rows store what padded rows do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _GROWS_WITH: Mapping[LayerKind, tuple[int, ...]] = {"encoder": (0, 1, 3), "decod
 
 
 def count_packed_sizes(features: Features) -> FloatArray:
-    """Return what bytes of packed rows grow with, (6, M); zeros for rows that are not packed, or attended to whole."""
+    """Return the sizes that bytes of packed rows grow with, (6, M): 1, positions of encoder and decoder, squared
+    lengths of encoder and decoder documents, and encoder x decoder. Rows that are padded or attended to in full have
+    zeros."""
     is_packed = np.zeros(features.positions.shape[1], bool)
     if features.micro_batches:
         is_packed[:] = [m.layout == "packed" and m.attention != "row" for m in features.micro_batches]
@@ -29,13 +31,13 @@ def count_packed_sizes(features: Features) -> FloatArray:
 
 
 def slice_sizes(sizes: FloatArray, width: int) -> FloatArray:
-    """Return the sizes of rows with a `width`-th of the positions in as many documents."""
+    """Return the sizes, (6, M), of one of `width` position shards: as many documents, each 1 / `width` as long."""
     return sizes / np.array([1, *[width] * 2, *[width**2] * 3], np.float64)[:, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayer:
-    """Bytes that one layer stores of a packed row, and needs most at any time, for each of what they grow with."""
+    """Bytes that a layer stores of a packed row, and its peak: coefficients for the 6 `count_packed_sizes`."""
 
     stored_bytes: tuple[float, ...]
     peak_bytes: tuple[float, ...]
@@ -48,7 +50,7 @@ class PackedLayer:
 
     @classmethod
     def fit(cls, kind: LayerKind, rows: Sequence[MicroBatch], measured: Sequence[tuple[int, int]]) -> PackedLayer:
-        """Fit (stored, peak) bytes of rows with the least relative errors."""
+        """Fit to `measured`, the (stored, peak) bytes of each row, with least relative errors."""
         places = list(_GROWS_WITH[kind])
         terms = count_packed_sizes(Features.from_micro_batches(rows))[places].T
         fitted = np.zeros((2, _SIZES))
@@ -57,7 +59,7 @@ class PackedLayer:
         return cls(stored_bytes=stored, peak_bytes=peak)
 
     def multiply(self, sizes: FloatArray) -> FloatArray:
-        """Return (stored, peak) MB, (2, M); zeros for rows without sizes."""
+        """Return (stored, peak) MB, (2, M), of rows with these `count_packed_sizes`; 0 if all sizes are 0."""
         megabytes, is_packed = np.zeros((2, sizes.shape[1])), sizes[0] > 0
         if is_packed.any():
             coefficients = np.transpose([self.stored_bytes, self.peak_bytes])

@@ -1,7 +1,6 @@
-"""Costs of the pieces of a long sample: the bytes that pieces keep for later ones, and the time of a piece beyond that
-of an equally long document. That time is measured for pairs (positions of the piece, positions before it), fitted, and
-added to the prices of packed rows.
-"""
+"""Costs of the pieces of a long sample: the bytes that pieces keep for later ones, and the time of a piece in addition
+to that of an equally long document. It is measured for pairs (positions of the piece, positions before it), fitted, and
+added to the prices of packed rows."""
 
 from __future__ import annotations
 
@@ -32,10 +31,9 @@ def _check(name: str, value: float, least: float = 0.0) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleInPieces:
-    """A sample measured in pieces of `size` positions each, its first two by themselves, and `document`, a packed row
-    with one document of that size. Bytes that pieces store are those after the last F, with keys and values kept for
-    other pieces.
-    """
+    """Measurements of one layer on a sample in pieces of `size` positions: `pieces` of all of them, `two` of only the
+    first two, and `document` of a packed row with one document of that size. Stored bytes of pieces are those after the
+    last F, with keys and values kept for other pieces."""
 
     size: int
     document: Measured
@@ -47,7 +45,7 @@ class SampleInPieces:
         return len(self.pieces.each_s) // 2
 
     def with_table_bytes(self, grid: Grid, packed: PackedLayer | None) -> SampleInPieces:
-        """Take a table's bytes for the document: those of its grid of layers, or of packed rows, if more."""
+        """Return the sample with a table's bytes of `document`: those of `grid`, or of `packed` if they are more."""
         megabytes = price_layer(grid, np.array([[1.0], [self.size]]))[0][3:]
         if packed is not None:
             row = MicroBatch((SampleLength(0, self.size),), "packed")
@@ -58,11 +56,10 @@ class SampleInPieces:
 
 @dataclass(frozen=True, slots=True)
 class PairGrowth:
-    """own_squared q^2 + before p + attended q p for a piece of q positions after the sample's first p; none negative.
+    """A cost own_squared q^2 + before p + attended q p of a piece of q positions after p others; no factor is negative.
 
-    Of the first piece it is 0: that costs what a document does. Kernels that skip what causality hides of a document,
-    but nothing of a piece's own, make up the first term, keys and values of all positions so far the second.
-    """
+    For a sample's first piece it is 0, which costs as much as a document. Kernels skip masked work of a document but
+    not of a piece's own positions: hence the first term. The second is of keys and values of all positions so far."""
 
     own_squared: float = 0.0
     before: float = 0.0
@@ -74,7 +71,8 @@ class PairGrowth:
 
     @classmethod
     def fit(cls, own: FloatArray, before: FloatArray, values: FloatArray, of_whole: FloatArray) -> PairGrowth:
-        """Fit values at pairs (q, p) with the least squared errors relative to `of_whole`, which they are parts of."""
+        """Fit to `values` at pairs (q, p), all of shape (N,). Least squares of errors relative to `of_whole`: the full
+        costs, of which `values` are parts."""
         return cls(*non_negative_least_squares(_stack_columns(own, before), values, relative_to=of_whole).tolist())
 
     def __call__(self, own: FloatArray | IntArray, before: FloatArray | IntArray) -> FloatArray:
@@ -88,9 +86,9 @@ def _stack_columns(own: FloatArray | IntArray, before: FloatArray | IntArray) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceSurcharge:
-    """Additional costs in one layer under one recomputation mode. `own_bytes`: what it stores more per position of a
-    piece than of a document (mostly less), without keys and values in buffers.
-    """
+    """Costs of a piece in one layer on top of those of an equally long document, under one recomputation mode. Times
+    are of F and B. `working_bytes` are needed while the layer runs. `own_bytes`: stored per position of the piece,
+    mostly below 0, without cached keys and values."""
 
     forward_ns: PairGrowth
     backward_ns: PairGrowth
@@ -102,9 +100,9 @@ class PieceSurcharge:
 
     @classmethod
     def fit(cls, samples: Sequence[SampleInPieces], kept_values: int, value_bytes: int) -> PieceSurcharge:
-        """Fit measured samples. Bytes are fitted from above: no measurement exceeds the fit. A running layer counts the
-        gradients of all keys and values so far, even if a measurement had its fullest moment elsewhere.
-        """
+        """Fit to measured samples. `kept_values`: keys and values per position; `value_bytes`: of one of these. No
+        measured bytes exceed the fit. Working bytes include the gradients of the keys and values of all earlier
+        positions, even if the measured peak was at another moment."""
         gradients, times, ends, own_bytes = kept_values * value_bytes, [], [], []
         for one in samples:
             document, stored = one.document, one.pieces.stored_bytes - gradients * one.size * one.count
@@ -132,14 +130,15 @@ class PieceSurcharge:
         )
 
     def price(self, own: IntArray, before: IntArray) -> FloatArray:
-        """Return ns of F and B, working bytes and stored bytes of pieces, (4, M)."""
+        """Return F and B in ns, working and stored bytes, (4, M), of pieces with `own` positions, `before` others."""
         grown = [growth(own, before) for growth in (self.forward_ns, self.backward_ns, self.working_bytes)]
         return np.stack([*grown, self.own_bytes * own])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceSurcharges:
-    """Additional costs in one layer, by recomputation; `kept_values`: keys and values per position, on one rank."""
+    """Costs of pieces in one layer beyond those of documents, by recomputation mode. `kept_values`: keys and values of
+    one position on one rank."""
 
     kept_values: int
     by_recompute: Mapping[Recompute, PieceSurcharge]
@@ -148,8 +147,9 @@ class PieceSurcharges:
         _check("kept_values of pieces", self.kept_values)
 
     def find_attended_ns(self, layers: IntArray, stage_ranks: tuple[int, ...], width: int) -> tuple[float, ...]:
-        """Return the time of F and B for each pair of a position of the piece and one before it, on every pipeline
-        rank, of stages with `layers`, for one rank of `width`: the minimum over recomputation modes."""
+        """Return ns of F + B per pair of a piece's position and one before it, by pipeline rank: the least over
+        recomputation modes. `layers`: on each stage. Each of `width` ranks of a context-parallel group has its
+        share."""
         modes = self.by_recompute.values()
         least_ns = min(one.forward_ns.attended + one.backward_ns.attended for one in modes)
         held = [layers[np.equal(stage_ranks, rank)].sum() for rank in sorted(set(stage_ranks))]
@@ -165,13 +165,12 @@ class PieceSurcharges:
         block: BlockAttention | None = None,
         tax: float = 0.0,
     ) -> MicroBatchCosts:
-        """Add to the costs of packed rows, with `layers` on every stage, what pieces take in the place of first
-        documents; all pieces of a sample are among them.
+        """Return `costs`, where pieces are priced as documents, with what pieces cost on top. `layers`: on each stage,
+        (S,). All pieces of a sample must be among the micro-batches.
 
-        The first piece holds keys and values of all positions, and sums of the gradients of those before the last. On a
-        rank of a `block` these are divided by heads, like those that a running layer holds; all else is divided by its
-        width, and times have a `tax` on top.
-        """
+        A sample's first piece holds the keys and values of all its positions, and gradient sums of those before the
+        last piece. In a context-parallel group, `block`, these and the keys and values of a running layer are divided
+        by heads, all else by ranks, and times have a `tax` on top (0.1: 10 %)."""
         width = 1 if block is None else block.width
         of_keys = 1.0 if block is None or width == 1 else block.kept_values / block.key_values
         positions, layer = features.pieces, layers[:, None]

@@ -1,4 +1,4 @@
-"""Cost tables from few measurements: the shapes to measure, the costs between them, and their errors."""
+"""Cost tables made from few measurements: which shapes are measured, the costs between these, and their errors."""
 
 from __future__ import annotations
 
@@ -58,13 +58,12 @@ SHAPES_END, PIECES_END, _LONGEST_END = 0.55, 0.8, 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRange:
-    """The shapes that the table will price: lengths from `min_len` to `max_len`, rows x length up to `max_tokens`.
-    Lengths are multiples of `multiple`, the ranks that share a sequence. Some more tokens are measured, for the far
-    corners of the grid's last cells.
+    """The padded shapes that a cost table is to price: rows of `min_len` to `max_len` positions, micro-batches of at
+    most `max_tokens`, under each mode of `recomputes`. Lengths are multiples of `multiple`: the tensor-parallel ranks
+    that share a sequence, else 1. Up to 1.6 x `max_tokens` are measured, for the far corners of the last grid cells.
 
-    For an encoder-decoder, `max_len` bounds the encoder side and `max_decoder_len` the decoder side (0: there is none),
-    whose rows may be shorter; tokens are those of both sides.
-    """
+    For an encoder-decoder, `max_len` bounds the encoder side and `max_decoder_len` the decoder side (0: no decoder
+    side), whose rows may be shorter than `min_len`. Tokens are then those of both sides."""
 
     max_len: int
     max_tokens: int
@@ -88,7 +87,7 @@ class ProfileRange:
 
     @property
     def parts(self) -> tuple[ModelPart, ...]:
-        """The measured parts of the model; the last one before the head sees all of a shape."""
+        """The measured parts of the model. The part before the head, which is last, depends on all sizes of a shape."""
         return ("encoder", "decoder", "head") if self.max_decoder_len else ("layer", "head")
 
     @property
@@ -97,17 +96,17 @@ class ProfileRange:
 
     @property
     def kinds(self) -> list[MeasuredKind]:
-        """The measured parts with their recomputation modes; the head is computed at once, or in slices."""
+        """Each measured part with a recomputation mode; the head unsplit ("none") and in slices ("head")."""
         return [*self.layer_kinds, _HEAD, _SLICED]
 
     @property
     def fullest_kinds(self) -> list[MeasuredKind]:
-        """Every part with the recomputation mode with which it keeps most."""
+        """Each layer with the first of `recomputes`, under which it stores most, and the unsplit head."""
         return [*self.layer_kinds[:: len(self.recomputes)], _HEAD]
 
     @property
     def sides(self) -> tuple[tuple[int, int], ...]:
-        """Positions of the shortest and the longest row of each side."""
+        """The (shortest, longest) row of each side, in positions; the encoder's first, then any decoder's."""
         whole = self.min_len, self.max_len
         if not self.max_decoder_len:
             return (whole,)
@@ -115,7 +114,7 @@ class ProfileRange:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that are measured."""
+        """The maximum number of tokens of a measured shape."""
         return int(_EDGE * self.max_tokens)
 
     def holds(self, shape: MeasuredShape) -> bool:
@@ -124,7 +123,8 @@ class ProfileRange:
         return inside and rows * sum(lengths) <= self.most_tokens
 
     def list_first(self) -> list[MeasuredShape]:
-        """Return the corners, the middle of the longest side, and the middle, by size: small ones time large ones."""
+        """List the shapes to measure first, fewest tokens first: small ones tell how long large ones will take. They
+        have one row, or as many as fit, of the shortest, longest and geometric mean length; one is the middle."""
         most = self.most_tokens
         middle = tuple(round_up(round((least * most) ** 0.5), self.multiple) for least, most in self.sides)
         ends = list(itertools.product(*self.sides))
@@ -140,31 +140,33 @@ class ProfileRange:
         return self.list_grid(1, 2)
 
     def list_grid(self, rows_per_doubling: int, lengths_per_doubling: int) -> list[MeasuredShape]:
-        """Return all shapes with this many rows and lengths per doubling."""
+        """List the shapes on a grid with this many numbers of rows, and lengths, per doubling."""
         rows = _spread(1, self.most_tokens // sum(least for least, _ in self.sides), rows_per_doubling, 1)
         sides = [_spread(*side, lengths_per_doubling, self.multiple) for side in self.sides]
         return [shape for shape in itertools.product(rows, *sides) if self.holds(shape)]
 
     @property
     def piece_sizes(self) -> list[int]:
-        """Positions of the measured pieces, and of one between for their error; a sample has four of the longest."""
+        """The sizes of measured pieces in positions, ascending: a quarter of `max_tokens` (or `max_len`), a third and
+        an eighth of it. Prices are fitted to the first and the last; the one between only shows their error."""
         longest = min(self.max_len, max(self.min_len, self.max_tokens // _FEW_PIECES))
         multiple = self.multiple
         return sorted({max(multiple, longest // part // multiple * multiple) for part in (8, 3, 1)})
 
     @property
     def cut_samples(self) -> list[tuple[Recompute, int]]:
-        """Recomputation modes and piece positions of the samples that prices are fitted to."""
+        """The (recomputation mode, piece size in positions) of each sample that prices of pieces are fitted to."""
         return list(itertools.product(self.recomputes, sorted({self.piece_sizes[0], self.piece_sizes[-1]})))
 
     def sample_in_pieces(self, size: int, recompute: Recompute) -> list[MicroBatch]:
-        """Return the pieces of a sample with about `max_tokens` positions."""
+        """Return a sample's pieces of `size` positions each: 2 to 16, of about `max_tokens` positions together."""
         count = max(2, min(_MANY_PIECES, self.max_tokens // size))
         samples = (SampleLength(0, size, start=number * size) for number in range(count))
         return [MicroBatch((sample,), "packed", recompute, "carried") for sample in samples]
 
     def list_packed_rows(self, recompute: Recompute) -> list[MicroBatch]:
-        """Return packed rows of one document, of many short ones, and of several; also pairs of unlike sides."""
+        """List packed rows to measure: one document (short, middle, long), many short ones, two middle and two short
+        ones. Of an encoder-decoder also single pairs of short and middle sides. None has more than `most_tokens`."""
         short, long = ([side[end] for side in self.sides] for end in (0, 1))
         middle = [max(least, most // 4 // self.multiple * self.multiple) for least, most in self.sides]
         many = max(2, min(_MANY_PIECES, sum(middle) // sum(short)))
@@ -176,18 +178,18 @@ class ProfileRange:
         return [MicroBatch(row, "packed", recompute, pad_multiple=self.multiple) for row in samples]
 
     def list_sliced(self, count: int) -> list[MeasuredShape]:
-        """Return shapes within `max_tokens` whose price depends on chunked heads of several slices only."""
+        """List up to `count` shapes within `max_tokens` that are priced by heads in several slices only."""
         shapes = [s for s in self.list_grid(3, 3) if s[0] * s[-1] >= _CELL * HEAD_SLICE]
         return _spread_over([s for s in shapes if _count_tokens(s) <= self.max_tokens], count)
 
     def list_first_sliced(self) -> list[MeasuredShape]:
-        """Return as many shapes as a surface needs of a chunked head, unless there cannot be several slices."""
+        """List 3 shapes, or as many as there are, with several slices of the head: fewer give it no price."""
         shapes = reversed(self.list_grid(_PER_DOUBLING, _PER_DOUBLING))
         seen = {reduce_shape("head", s): s for s in shapes if s[0] * s[-1] > HEAD_SLICE}
         return [seen[own] for own in _spread_over(sorted(sorted(seen), key=_count_tokens), _FEWEST)]
 
     def draw_held_out(self, count: int, seed: int) -> list[MeasuredShape]:
-        """Return random shapes within `max_tokens`, spread evenly over doublings."""
+        """Draw `count` random shapes within `max_tokens`; logarithms of lengths and rows are evenly distributed."""
         random = np.random.default_rng(seed)
         shapes: list[MeasuredShape] = []
         while len(shapes) < count:
@@ -201,10 +203,9 @@ class ProfileRange:
 
 @dataclass(slots=True)
 class Profile:
-    """Measurements: by part and recomputation mode, by what the part sees of a shape; None if that did not fit.
-    `packed`: bytes of layers on packed rows, by mode and layer. `pieces`: long samples in pieces, by mode; under every
-    mode or none. `blocks`: context-parallel groups, by degree.
-    """
+    """Measurements of a model. `points`: costs by part and recomputation mode, then by what `reduce_shape` leaves of a
+    shape; None: it did not fit in memory. `packed`: fitted bytes of layers on packed rows, by mode and layer. `pieces`:
+    samples in pieces by mode, for all modes or none. `blocks`: context-parallel groups by degree."""
 
     points: dict[MeasuredKind, dict[MeasuredShape, Measured | None]] = field(default_factory=dict)
     packed: dict[tuple[Recompute, LayerKind], PackedLayer] = field(default_factory=dict)
@@ -213,24 +214,25 @@ class Profile:
 
     @property
     def slices_head(self) -> bool:
-        """Whether enough shapes with more positions than a slice of the head fit."""
+        """Whether the chunked head can be priced: at least 3 shapes with several slices were measured and fit."""
         return len(self.get_measured(_SLICED)) >= _FEWEST
 
     def get_measured(self, kind: MeasuredKind) -> dict[MeasuredShape, Measured]:
         return {s: m for s, m in self.points.get(kind, {}).items() if m is not None}
 
     def list_shapes(self) -> list[MeasuredShape]:
-        """Return the full shapes that were visited, of which some parts see less."""
+        """List the shapes that were visited, whether they fit or not, with the lengths of all sides."""
         points = [points for (part, _), points in self.points.items() if part in ("layer", "decoder")]
         return sorted(set().union(*points))
 
     def list_fitting(self, within: ProfileRange) -> list[MeasuredShape]:
-        """Return the shapes that fit with the recomputation mode that keeps most, and in the head."""
+        """List the visited shapes that fit in memory for every part, under the recomputation mode that stores most."""
         measured = [(kind[0], self.get_measured(kind)) for kind in within.fullest_kinds]
         return [s for s in self.list_shapes() if all(reduce_shape(part, s) in own for part, own in measured)]
 
     def find_errors(self, within: ProfileRange) -> dict[MeasuredShape, float]:
-        """Return each shape's worst error of a time of a part, when what it sees of the shape is left out."""
+        """Return the largest relative error of each shape's F and B times over all parts, by predictions from other
+        shapes."""
         worst: dict[MeasuredShape, float] = {}
         for kind, name in itertools.product(within.fullest_kinds, ("forward_s", "backward_s")):
             values = {s: getattr(m, name) for s, m in self.get_measured(kind).items()}
@@ -241,7 +243,8 @@ class Profile:
         return worst
 
     def visit(self, shape: MeasuredShape, measure: TimedDevice, kinds: Sequence[MeasuredKind]) -> None:
-        """Measure a shape as `kinds` that are missing. If a shape did not fit, no larger one does."""
+        """Measure each of `kinds` at a shape, unless it is measured already. A shape at least as large as one that did
+        not fit is noted as None without a measurement; the chunked head is measured only if it has several slices."""
         for kind in kinds:
             points, own = self.points.setdefault(kind, {}), reduce_shape(kind[0], shape)
             if own not in points and (kind != _SLICED or _count_tokens(own) > HEAD_SLICE):
@@ -249,7 +252,8 @@ class Profile:
                 points[own] = None if too_large else measure(kind[0], make_padded(shape, kind[1]))
 
     def cut(self, measure: TimedDevice, within: ProfileRange, done: Callable[[], object]) -> None:
-        """Measure samples in pieces, fewer pieces if not all fit or there is no time. Keep nothing if two do not."""
+        """Measure samples in pieces, set `pieces`, and call `done` after each sample. If not all pieces fit in memory
+        and in time, half of them are measured, and so on. Without a sample of every mode, `pieces` is empty."""
         part, samples = within.parts[0], dict[Recompute, list[SampleInPieces]]()
         for recompute, size in within.cut_samples:
             pieces = within.sample_in_pieces(size, recompute)
@@ -266,7 +270,7 @@ class Profile:
         self.pieces = samples if set(samples) == set(within.recomputes) else {}
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the measured points as JSON, without packed rows and pieces: these are measured again."""
+        """Return `points` as JSON, an entry for each; packed rows and pieces are to be measured again."""
         return [
             {"part": part, "recompute": recompute, **dict(zip(_SIZES, shape, strict=False))}
             | ({name: getattr(measured, name) for name in QUANTITIES} if measured else {})
@@ -281,7 +285,8 @@ class Profile:
         where: str = "measurements",
         blocks: Mapping[str, Any] = MappingProxyType({}),
     ) -> Profile:
-        """Read a profile. Raises DataError naming the entry at fault."""
+        """Read the points that `to_json` wrote, and `blocks`: for each degree, the fields of `BlockTimes`. Raises
+        DataError, which names `where` and the entry at fault."""
         profile = cls()
         for i, one in enumerate(raw):
             with _naming_errors(f"{where}: entry {i}"):
@@ -316,12 +321,12 @@ def choose_and_measure(
     most_shapes: int,
     go_on: Callable[[Profile], bool],
 ) -> None:
-    """Measure the first shapes, then one by one the shape whose costs are most uncertain. End when the mean error
-    of shapes that are left out is at most `error_target`, after `most_shapes`, or when `go_on(profile)` is False. Leave
-    out what there is no time for. Then measure what layers keep of packed rows, and further shapes of a chunked head.
+    """Measure into `profile`: the first shapes, then one by one the shape whose costs are most uncertain. This ends
+    after `most_shapes`, if the mean of `find_errors` (of at least 8) is at most `error_target`, or if `go_on(profile)`,
+    called after each shape, returns False. Shapes for which there is no time are left out. Then measure bytes of packed
+    rows, and more shapes of a chunked head if it has too few.
 
-    Raises DataError if hardly anything fits on the device, or there is no time for the longest row.
-    """
+    Raises DataError if fewer than 3 shapes fit on the device, or there is no time for the longest row."""
     while True:
         enough = len(profile.list_fitting(within)) >= _FEWEST
         for shape in _list_next(profile, within, error_target=error_target, most_shapes=most_shapes):
@@ -395,9 +400,9 @@ def make_cost_table(
     distributed_optimizer: bool = False,
     provenance: Mapping[str, Any] | None = None,
 ) -> CostTable:
-    """Return the measurements on a dense grid, for a pipeline of one stage until it is placed over a topology; `tp` is
-    the measured tensor-parallel degree; the vocabulary counts as it is (see `Architecture.padded`).
-    """
+    """Return the cost table of a profile, on a dense grid, with all layers on one stage until `with_topology` places
+    them. `value_bytes`: of a weight, 2 or 4. `tp`: the measured tensor-parallel degree. `distributed_optimizer`:
+    replicas share its states. The vocabulary counts as `architecture` has it (see `Architecture.padded`)."""
     a, head = architecture, _collect_columns(profile, _HEAD, within)
     grids: dict[tuple[Recompute, LayerKind], Grid] = {
         (kind[1], _LAYER_KINDS[kind[0]]): Grid.from_points(_collect_columns(profile, kind, within))
@@ -435,7 +440,8 @@ def make_cost_table(
 
 
 def count_named_parameters(a: Architecture, tp: int) -> dict[str, int]:
-    """Count parameters on one tensor-parallel rank, under the names that `count_parameters_by_stage` knows."""
+    """Count parameters of one layer of each kind, embedding, head and the like on one tensor-parallel rank, by the
+    names that `count_parameters_by_stage` reads."""
     is_pair = a.num_decoder_layers > 0
     biases, norm = (a.relative_buckets * a.num_heads, a.hidden_size) if is_pair else (0, 0)  # of the encoder
     model = replace(a, num_layers=3 - is_pair, num_decoder_layers=2 * is_pair)  # one on each stage
@@ -482,7 +488,7 @@ def _make_chunked_grid(whole: _Columns, sliced: _Columns) -> Grid:
 
 
 def make_padded(shape: MeasuredShape, recompute: Recompute) -> MicroBatch:
-    """Return the micro-batch of padded rows that has a shape."""
+    """Return the micro-batch of padded rows of a shape (rows, then the length of each side)."""
     rows, *lengths = shape
     return MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), "padded", recompute)
 

@@ -1,4 +1,4 @@
-"""Measurements at a few shapes, as a smooth function of all shapes between them."""
+"""A smooth function of all shapes, fitted to measurements at a few of them; its errors, and what to measure next."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ NOISE, EXACT = 0.02, 1e-3  # relative: of one measured time, of counted bytes
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Costs of one layer or the head, for one micro-batch. `backward_s` is B, `input_s` and `weight_s` are I and W of a
-    split one. `stored_bytes`: from F to B; `peak_bytes`: the most that one layer by itself needs at any time. Neither
-    has the encoder's output, which a stage holds once for all its decoder layers.
+    """Measured costs of one layer, or the head, for one micro-batch. Seconds are of F, B, and I and W, the parts of a
+    split B. `stored_bytes` are held from F to B; `peak_bytes` are the most that the layer needs at any time, stored
+    ones included. Neither includes the encoder's output, which a stage holds once for all its decoder layers.
 
-    Of pieces, all forwards run before all backwards: sums of their seconds, bytes of all together, no I and W. `each_s`
-    has the seconds of every F, then of every B, in the order of positions.
-    """
+    For pieces of a sample, all F run before all B. Seconds are then sums, without I and W, and bytes those of all
+    pieces together. `each_s`: the seconds of every F, then of every B, in the order of positions."""
 
     forward_s: float
     backward_s: float
@@ -42,15 +41,14 @@ class Measured:
 
 
 class Measure(Protocol):
-    """Measures one layer or the head, for one micro-batch or the pieces of a sample; None if they do not fit. With
-    `bytes_only` times are 0. Of a pair's two lengths a part reads what `reduce_shape` says.
-    """
+    """A function that measures one layer, or the head, for one micro-batch or for pieces of one sample. It returns None
+    if these do not fit in memory; with `bytes_only` times are 0. A part reads only the lengths of `reduce_shape`."""
 
     def __call__(self, part: ModelPart, *micro_batches: MicroBatch, bytes_only: bool = False) -> Measured | None: ...
 
 
 def reduce_shape(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
-    """Return what the costs of a part depend on in a shape.
+    """Return the sizes of a shape that a part's costs depend on: the number of rows, and the lengths that it reads.
 
     >>> [reduce_shape(part, (4, 96, 16)) for part in ("encoder", "decoder", "head")]
     [(4, 96), (4, 96, 16), (4, 16)]
@@ -63,14 +61,13 @@ def reduce_shape(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
 def fit_surface(
     measured: Mapping[MeasuredShape, float], part: ModelPart = "layer", *, noise: float = NOISE
 ) -> Callable[[FloatArray], FloatArray]:
-    """Fit a function of shapes, (M, 2 or 3), to values: a sum of overhead and rates x tokens, tokens x length and the
-    like (`_list_terms`), times a correction that follows the points.
+    """Fit a cost surface to values at shapes. Return a function from shapes, (M, 2 or 3), to values, (M,): rates times
+    overhead, tokens, tokens x length and the like (`_list_terms`), summed, times a correction that follows the points.
 
-    The correction is a Gaussian process of the logarithm of measured over fitted (Rasmussen and Williams 2006, ch. 2)
-    over doublings of rows and length. It passes within the noise of every point and fades into the fit between them.
-    Zeros everywhere (a W that has nothing to do) stay zero. Raises DataError for fewer than two shapes, and for values
-    that are neither all zero nor all above it.
-    """
+    The correction is a Gaussian process (Rasmussen and Williams 2006, ch. 2) of log(measured / sum), over doublings of
+    rows and length. The function passes each point within the relative `noise` and fades into the sum between points.
+    If all values are 0 (a W without work), it is 0. Raises DataError for fewer than two shapes, and for values that are
+    neither all 0 nor all above 0."""
     if len(measured) < 2:
         raise DataError(f"{len(measured)} shapes were measured but a cost surface needs at least 2: measure more")
     shapes = np.array(sorted(measured), np.float64)
@@ -115,7 +112,7 @@ def _compute_likeness(left: FloatArray, right: FloatArray) -> FloatArray:
 def compute_left_out_errors(
     measured: Mapping[MeasuredShape, float], part: ModelPart = "layer"
 ) -> dict[MeasuredShape, float]:
-    """Return |predicted - measured| / measured of every shape, by a surface that has not seen it."""
+    """Return |predicted - measured| / measured of every shape, predicted by a surface fitted to all other shapes."""
     errors = {}
     for shape, value in measured.items():
         others = {other: v for other, v in measured.items() if other != shape}
@@ -125,7 +122,8 @@ def compute_left_out_errors(
 
 
 def rank_shapes(errors: Mapping[MeasuredShape, float], candidates: Sequence[MeasuredShape]) -> list[MeasuredShape]:
-    """Rank candidates by their uncertainty: first those far from the measured shapes, near ones with large `errors`."""
+    """Return the candidates, the most uncertain first: those far from the measured shapes, which are the keys of
+    `errors`, and those near shapes with a large relative error."""
     if not candidates:
         return []
     points, places = (np.array(shapes, np.float64) for shapes in ([*errors], candidates))

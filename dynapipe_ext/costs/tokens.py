@@ -29,19 +29,18 @@ _MOST_A_TOKEN = 1 << 31  # so that the longest sample stays within 64 bits
 
 @dataclass(frozen=True, slots=True)
 class TokenCosts(CostModel):
-    """F = overhead + a tokens + b sum(length^2) on every stage; B = ratio x F, half of its token part being W.
+    """Times F = overhead + ns_per_token x tokens + ns_per_token_squared x sum(length^2) on each stage, B =
+    backward_ratio x F. W is half of the part of B that tokens take.
 
-    Tokens are padded tokens, so padding costs what it costs. `stage_scale` (one factor a stage) makes stages unequal.
-    Recomputation "full" adds one F to B and stores nothing but a tenth; "selective" adds the b part and stores half;
-    "stage" adds one F and stores what is transferred.
+    Padding counts as tokens. `stage_scale` (a factor per stage) makes stages unequal. Recomputation "full" adds one F
+    to B and stores a tenth; "selective" adds the squared part and stores half; "stage" adds one F and stores only the
+    stage's input.
 
-    At a `width` above 1 each of that many ranks has its share of tokens and squares. What they exchange is `width_tax`
-    of that work.
+    Each of `width` ranks has its share of tokens and squares; exchanges take `width_tax` of that work on top.
 
-    Without an overhead, any padding would cost more than another micro-batch, and plans would be of single samples. The
-    default is the time of 100 tokens. The search joins samples if two together take at most a quarter more than one.
-    For equal lengths that means an overhead of three lengths, of 32 positions here.
-    """
+    Without an overhead, plans would be of single samples. The default is the time of 100 tokens. Two samples are joined
+    if together they take at most a quarter more than the longer one: equal ones up to a third of the overhead, 33
+    tokens."""
 
     LATER_FIELDS: ClassVar = ("width", "width_tax")  # older files do not have them (`codec.py`)
     num_stages: int
@@ -78,8 +77,8 @@ class TokenCosts(CostModel):
 
     @property
     def facts(self) -> CostCapabilities:
-        """Messages are of 2-byte values, with both sides of a sample; for odd bytes per token, and for none, they are
-        unknown. Keys and values of pieces are among the bytes of their tokens."""
+        """Pieces have prices: `bytes_per_token` includes their keys and values. Messages hold 2-byte values of both
+        sides of a sample; their format is unknown if `transfer_bytes_per_token` is 0 or odd."""
         hidden_size, odd = divmod(self.transfer_bytes_per_token, 2)
         is_whole = hidden_size and not odd
         form = ActivationFormat(hidden_size, "bfloat16", first_decoder_stage=0) if is_whole else None
