@@ -1,4 +1,4 @@
-"""Columns of numbers that prices depend on, made once from micro-batches or from padded shapes."""
+"""Columns of numbers that prices depend on, computed once from micro-batches or from padded shapes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SUM_BYTES = 4  # gradients of keys and values are summed in fp32
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PiecePositions:
     """Positions of pieces, arrays of shape (M,); 0 for whole samples. `own`: of the piece. `joined`: of its sample up
-    to its end. The first piece, whose B is the last one, holds `buffered` positions (all of the sample) and `summed`
-    ones (those before the last piece, which later pieces give gradients to)."""
+    to the piece's end. For a first piece, whose B is the last one, `buffered`: all positions of the sample; `summed`:
+    those before the last piece, as later pieces add gradients to their keys and values."""
 
     own: IntArray
     joined: IntArray
@@ -38,7 +38,7 @@ class PiecePositions:
 
     @classmethod
     def from_micro_batches(cls, micro_batches: Sequence[MicroBatch]) -> PiecePositions:
-        """Count the pieces of samples that are all among these micro-batches."""
+        """Count the positions of pieces. All pieces of a sample must be among these micro-batches."""
         pieces: dict[int, list[SampleLength]] = {}
         for m in micro_batches:
             if m.attention == "carried":
@@ -57,25 +57,24 @@ class PiecePositions:
 
     @property
     def before(self) -> IntArray:
-        """Positions of the sample before the piece."""
+        """Positions of the sample before the piece, (M,)."""
         return self.joined - self.own
 
     def count_kept_bytes(self, value_bytes: int) -> IntArray:
-        """Return the bytes kept for one key or value per position: sample buffers, and sums of gradients."""
+        """Return the bytes kept per key or value of a position, (M,): sample buffers, and fp32 gradient sums."""
         kept_bytes: IntArray = value_bytes * self.buffered + SUM_BYTES * self.summed
         return kept_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Features:
-    """The numbers that M micro-batches are priced by.
+    """The numbers from which M micro-batches are priced.
 
-    `positions`, shape (5, M): padded positions of encoder and decoder; positions that attend times positions attended
-    to, within the encoder, within the decoder, and from decoder to encoder. Attention restarts at each document of a
-    packed row, whose padding is one more document; a piece also attends to the earlier pieces of its sample.
-    `recompute`, shape (M,): recomputation modes. `padded_shapes`, (3, M): rows, encoder and decoder lengths; of padded
-    shapes only, which have no `micro_batches`. `pieces`: None if all samples are whole.
-    """
+    `positions`, shape (5, M): padded positions of encoder and of decoder; then query x key positions within the
+    encoder, within the decoder, and from decoder to encoder. Attention restarts at each document of a packed row, whose
+    padding is one more document; a piece also attends to the earlier pieces of its sample. `recompute`, (M,):
+    recomputation modes. `padded_shapes`, (3, M): rows, encoder and decoder lengths, if made of shapes; there are no
+    `micro_batches` then. `pieces`: None if all samples are whole."""
 
     positions: IntArray
     recompute: Kinds
@@ -85,7 +84,7 @@ class Features:
 
     @classmethod
     def from_micro_batches(cls, micro_batches: Sequence[MicroBatch]) -> Features:
-        """Count the features of micro-batches. Raises PlanError for rows whose squares exceed 64 bits."""
+        """Count the features of micro-batches. Raises PlanError for rows whose squared lengths exceed 64 bits."""
         try:
             counts = np.fromiter(chain.from_iterable(map(_count_positions, micro_batches)), np.int64)
         except OverflowError as error:
@@ -105,7 +104,7 @@ class Features:
         decoder_len: npt.ArrayLike,
         recompute: Recompute,
     ) -> Features:
-        """Return the features of padded shapes: rows and lengths, broadcast against each other."""
+        """Return the features of padded shapes: numbers of rows and lengths, broadcast against each other."""
         r, e, d = (np.ravel(one).astype(np.int64) for one in np.broadcast_arrays(rows, encoder_len, decoder_len))
         positions = np.stack([r * e, r * d, r * e * e, r * d * d, r * e * d])
         return cls(positions=positions, recompute=np.full(r.shape, recompute), padded_shapes=np.stack([r, e, d]))
@@ -117,7 +116,7 @@ class Features:
 
     @property
     def shapes(self) -> IntArray:
-        """Rows, encoder and decoder lengths, shape (3, M)."""
+        """Rows, encoder and decoder length of each micro-batch, shape (3, M)."""
         if self.padded_shapes is not None:
             return self.padded_shapes
         sizes = [(m.rows, m.encoder_len, m.decoder_len) for m in self.micro_batches]
@@ -125,19 +124,19 @@ class Features:
 
     @property
     def layers_within_stage(self) -> Kinds:
-        """Recomputation modes of layers; "none" if their whole stage is computed again."""
+        """Recomputation modes of layers, (M,); "none" if their whole stage is computed again."""
         kinds, _ = split_kinds(self.recompute)
         return np.where(kinds == "stage", "none", kinds)
 
     @property
     def tokens(self) -> IntArray:
-        """Padded positions of both sides."""
+        """Padded positions of both sides, (M,)."""
         tokens: IntArray = self.positions[0] + self.positions[1]
         return tokens
 
     @property
     def squares(self) -> IntArray:
-        """Positions that attend times positions attended to, in the self-attention of both sides."""
+        """Query x key positions in the self-attention of both sides, (M,): the sum of squared lengths."""
         squares: IntArray = self.positions[2] + self.positions[3]
         return squares
 

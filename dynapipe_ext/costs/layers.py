@@ -1,4 +1,4 @@
-"""Layers on stages: their numbers, the sums of their prices, and the stages that hold the vocabulary."""
+"""Layers on stages: their numbers, the sums of their prices, and the stages that hold parts of the vocabulary."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 
 def check_grids(grids: Mapping[tuple[Recompute, LayerKind], Grid]) -> None:
-    """Check the layers and columns of grids. Raises ConfigError."""
+    """Check that layers and recomputation modes of grids are known, and that they have the right columns. Raises
+    ConfigError."""
     if not grids:
         raise ConfigError("a cost table needs at least one grid")
     for (recompute, kind), grid in grids.items():
@@ -51,7 +52,7 @@ def check_grids(grids: Mapping[tuple[Recompute, LayerKind], Grid]) -> None:
 
 
 def check_bytes(*tables: Mapping[Any, float]) -> None:
-    """Check numbers of bytes. Raises ConfigError."""
+    """Check that all bytes are from 0 to INFEASIBLE. Raises ConfigError."""
     for name, size in itertools.chain.from_iterable(table.items() for table in tables):
         if not 0 <= size <= INFEASIBLE:
             raise ConfigError(f"bytes of {name} are {short(size)} but must be 0 to {INFEASIBLE:,}: measure again")
@@ -59,9 +60,9 @@ def check_bytes(*tables: Mapping[Any, float]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageLayout:
-    """The layers of every stage by kind: full ones of an encoder or a decoder-only model, full ones of a decoder, and
-    attentions and MLPs without their other half. `counts`: their numbers, shape (S, 1). `halves`: those of layers, and
-    parts of a split head, which count as one each."""
+    """The layers of every stage by kind: full layers of an encoder or a decoder-only model, full layers of a decoder,
+    and attentions and MLPs whose other half is on another stage. `layers`: their indices; `counts`: their numbers, (S,
+    1). `halves`: numbers of half layers, (S, 1): two per layer, and one for a part of a split head."""
 
     topology: Topology
     layers: Mapping[LayerKind, list[range]]
@@ -71,35 +72,34 @@ class StageLayout:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """(encoder, decoder) layers of every stage, without halves."""
+        """(Encoder, decoder) layers of every stage; half layers do not count."""
         return [(len(e), len(d)) for e, d in zip(self.layers["encoder"], self.layers["decoder"], strict=True)]
 
     @property
     def first_decoder_stage(self) -> int | None:
-        """The stage on which the decoder begins; None for a model without one."""
+        """Index of the stage on which the decoder begins; None without a decoder."""
         return next((stage for stage, layers in enumerate(self.layers["decoder"]) if layers), None)
 
     @property
     def encoder_end(self) -> int:
-        """The stage on which the encoder, or a decoder-only model, ends."""
+        """Index of the stage on which the encoder, or a decoder-only model, ends."""
         return int(np.flatnonzero(sum(self.counts[kind] for kind in ("encoder", *HALVES)))[-1])
 
     @property
     def attentions(self) -> IntArray:
-        """Encoder layers of every stage whose attention it computes, shape (S, 1)."""
+        """Numbers of encoder layers whose attention a stage computes, shape (S, 1)."""
         return self.counts["encoder"] + self.counts["attention"]
 
     def add_messages(self, sides: npt.NDArray[Number], head: npt.NDArray[Number]) -> npt.NDArray[Number]:
-        """Return what crosses every boundary, (S - 1, M): hidden states of the encoder, after the first decoder layer
-        those of both `sides`, (2, M), and between parts of a head what they send in addition."""
+        """Return what messages hold over each stage boundary, (S - 1, M): `sides[0]` of the encoder, from the first
+        decoder layer on also `sides[1]` of the decoder, and between parts of a head also `head`."""
         has_decoder = np.cumsum(self.counts["decoder"])[:-1, None] > 0
         return np.asarray(sides[0] + has_decoder * sides[1] + self.has_head[:-1] * head)
 
     def find_holders(self, *, tied: bool = False) -> tuple[set[int], set[int]]:
-        """Return the stages with an embedding or a part of one, and those with weights of a head: the first stage of a
-        decoder has an embedding, too. The last stage has a copy of a tied head, unless its rank has an embedding or the
-        same part of it.
-        """
+        """Return the stages with an embedding (or a part), and those with weights of a head (or a part). The first
+        decoder stage has an embedding. If `tied`, only copies count as a head: the last stage has one, unless its rank
+        has an embedding or the same part of it."""
         ranks, heads = self.topology.stage_ranks, {*self.topology.head_stages}
         embeddings = {*self.topology.embedding_stages, self.first_decoder_stage or 0}
         if tied:
@@ -109,7 +109,7 @@ class StageLayout:
 
 @lru_cache(maxsize=64)  # every price of a micro-batch asks for it
 def lay_out(num_layers: int, total_layers: int, topology: Topology) -> StageLayout:
-    """Lay layers on stages, of which `num_layers` are of an encoder or a decoder-only model.
+    """Lay `total_layers` on stages. The first `num_layers` of them are of the encoder or the decoder-only model.
 
     Raises ConfigError for too few layers, and for half layers of a model with a decoder side.
 
@@ -134,8 +134,8 @@ def lay_out(num_layers: int, total_layers: int, topology: Topology) -> StageLayo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CountedLayers:
-    """Layers of one kind, or halves of them: their numbers on every stage, shape (S, 1). `model` is as if all its
-    layers were of this kind: with experts, say."""
+    """Numbers of layers of one kind, full or half ones, on every stage, (S, 1). `model`: the architecture as if all
+    layers were of this kind (with experts, for example)."""
 
     model: Architecture
     kind: LayerKind
@@ -144,7 +144,7 @@ class CountedLayers:
 
 @lru_cache(maxsize=64)  # every price of a micro-batch asks for it
 def list_layers(a: Architecture, topology: Topology) -> tuple[CountedLayers, ...]:
-    """List the layers that stages hold. Raises ConfigError as `lay_out` does."""
+    """List the layers of all stages by kind. Raises ConfigError as `lay_out` does."""
     return tuple(
         CountedLayers(model, kind, np.array(counts, np.int64)[:, None])
         for kind, layers in lay_out(a.num_layers, a.total_layers, topology).layers.items()
@@ -154,8 +154,8 @@ def list_layers(a: Architecture, topology: Topology) -> tuple[CountedLayers, ...
 
 
 def price_layer(grid: Grid | None, places: FloatArray) -> tuple[FloatArray, BoolArray]:
-    """Return forward, backward and W in ms, MB stored and MB while it runs of one layer, (5, M): 0 for each column that
-    there is none of; and what is known."""
+    """Return prices of one layer of M shapes, (5, M), and which of them are known, (M,). Rows are ms of F, B and W, MB
+    stored, and MB while it runs (stored ones included); columns that the grid does not have are 0."""
     prices, in_table = np.zeros((len(_PRICES), places.shape[1])), np.ones(places.shape[1], bool)
     if grid:
         values, in_table = grid.interpolate(list(places))
@@ -164,11 +164,10 @@ def price_layer(grid: Grid | None, places: FloatArray) -> tuple[FloatArray, Bool
 
 
 def lay_on_stages(prices: Mapping[LayerKind, FloatArray], counts: Mapping[LayerKind, IntArray]) -> FloatArray:
-    """Return forward, backward and W in ms, MB stored and MB while the last layer runs, (5, S, M), of `price_layer`,
-    for `StageLayout.counts`.
+    """Return prices of all layers of each stage, (5, S, M), from `price_layer` by kind and `StageLayout.counts`. Rows
+    are ms of F, B and W, MB stored, and MB while the last layer runs.
 
-    A half that runs needs its own working memory in addition to all that the stage stores.
-    """
+    A half layer needs its own working memory while it runs, in addition to all that the stage stores."""
     (encoder, num_encoder), (decoder, num_decoder) = ((prices[kind], counts[kind]) for kind in KINDS[:2])
     total = np.zeros((len(_PRICES), len(num_encoder), encoder.shape[1]))
     total[:4] = num_encoder * encoder[:4, None] + num_decoder * decoder[:4, None]
@@ -186,11 +185,10 @@ def lay_on_stages(prices: Mapping[LayerKind, FloatArray], counts: Mapping[LayerK
 
 
 def count_parameters_by_stage(layout: StageLayout, parameters: Mapping[str, float]) -> FloatArray:
-    """Return the parameters of every stage: those of its layers and halves, and its parts of the vocabulary.
+    """Return the parameters of every stage, (S,), from those of one layer or half layer of each kind, and others.
 
-    "embedding", "head" and "tied_head" are where `StageLayout.find_holders` says, the "encoder_norm" is where the
-    encoder ends, and "position_biases" count once for each of encoder and decoder that the stage has layers of.
-    """
+    "embedding", "head" and "tied_head" are on the stages of `StageLayout.find_holders`, "encoder_norm" is where the
+    encoder ends. "position_biases" count once for each of encoder and decoder that the stage has layers of."""
     topology, (embeddings, copies) = layout.topology, layout.find_holders(tied=True)
     total = np.zeros(topology.num_stages)
     for kind, counts in layout.counts.items():

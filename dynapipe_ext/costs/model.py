@@ -1,5 +1,5 @@
-"""Costs of micro-batches as integer arrays, and what every cost model can do: the seam between the models and all that
-plans with them."""
+"""Costs of micro-batches as integer arrays, and what every cost model can do. Planning, schedules and bounds read
+nothing else of a model."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ TABLES = (*_REFUSED, "transfer_ns", "transfer_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchCosts:
-    """Costs of M micro-batches on S stages. Integers only, so that plans are the same on every machine.
+    """Costs of M micro-batches on S stages. Integers only, so that plans are equal on every machine.
 
-    Arrays of shape (S, M): `forward_ns`, `backward_ns` (the full backward, recomputation included),
-    `weight_ns` (the share of `backward_ns` that a split backward can put off: B = I + W).
-    Also (S, M): `stored_bytes` (held from F to B, or to W if split), `working_bytes` (the extra while one layer runs).
-    Shape (S - 1, M): `transfer_ns` and `transfer_bytes` over the boundary between stages s and s + 1, either direction.
-    Shape (S,): `static_bytes` (weights, gradients, optimizer states). `working_in`: the actions that need the working
-    bytes, "FBI", or "F" if only forwards were measured.
-    """
+    Arrays of shape (S, M): `forward_ns`, `backward_ns` (the full backward, with recomputation), `weight_ns` (the part W
+    of a split backward, which can be put off: B = I + W), `stored_bytes` (held from F to B, or to W if split),
+    `working_bytes` (needed in addition while one layer runs). Shape (S - 1, M): `transfer_ns` and `transfer_bytes` over
+    the boundary between stages s and s + 1, in either direction. Shape (S,): `static_bytes` (weights, gradients,
+    optimizer states). `working_in`: the actions that need the working bytes, "FBI", or "F" if only forwards were
+    measured."""
 
     forward_ns: IntArray
     backward_ns: IntArray
@@ -58,11 +57,11 @@ class MicroBatchCosts:
 
     @property
     def input_ns(self) -> IntArray:
-        """The input-gradient share I of a split backward."""
+        """Time of I, the input gradients of a split backward: B - W, shape (S, M)."""
         return self.backward_ns - self.weight_ns
 
     def sum_chain_ns(self, *, split: bool) -> npt.NDArray[np.float64]:
-        """Return the time of F down, then of B, or I, back up to stage 0, where W has to follow: (M,)."""
+        """Return ns, (M,): F, then B, on all stages; if split, F, I and stage 0's W. No transfers."""
         forward = self.forward_ns.sum(axis=0).astype(np.float64)
         if not split:
             return np.asarray(forward + self.backward_ns.sum(axis=0))
@@ -70,11 +69,11 @@ class MicroBatchCosts:
 
     @property
     def infeasible(self) -> BoolArray:
-        """Flags of micro-batches that cannot run, shape (M,)."""
+        """Which micro-batches cannot run, booleans of shape (M,)."""
         return np.asarray((self.forward_ns >= INFEASIBLE).any(axis=0))
 
     def refuse(self, refused: BoolArray) -> MicroBatchCosts:
-        """Return the costs with times and bytes of the micro-batches `refused`, shape (M,), INFEASIBLE."""
+        """Return the costs with INFEASIBLE times and bytes of the `refused` micro-batches, booleans of shape (M,)."""
         if not refused.any():
             return self
         tables: dict[str, Any] = {name: np.where(refused, INFEASIBLE, getattr(self, name)) for name in _REFUSED}
@@ -85,16 +84,15 @@ class MicroBatchCosts:
         return MicroBatchCosts(**tables, static_bytes=self.static_bytes, working_in=self.working_in)
 
     def take(self, micro_batches: Sequence[int] | IntArray) -> MicroBatchCosts:
-        """Return the columns of some micro-batches, in the order given."""
+        """Return the costs of only the micro-batches with these indices, in this order."""
         order = np.asarray(micro_batches, dtype=np.int64)
         return self._with_tables(lambda name: np.take(getattr(self, name), order, axis=1))
 
     def keep_inputs(self, chosen: BoolArray) -> MicroBatchCosts:
-        """Return the costs with the micro-batches `chosen`, shape (M,), recomputed stage by stage.
+        """Return the costs if the `chosen` micro-batches, booleans of shape (M,), recompute whole stages.
 
-        A stage stores the message that it received, the first one nothing. B runs F again before it does all of W's
-        work, and needs meanwhile what F stores otherwise.
-        """
+        A stage stores only its input (stage 0: nothing). B runs F again and does all of W, so nothing is left to put
+        off. The other bytes that F stores become working bytes."""
         if not chosen.any():
             return self
         stored, working = keep_input_bytes(chosen, self.stored_bytes, self.working_bytes, self.transfer_bytes)
@@ -107,7 +105,7 @@ class MicroBatchCosts:
         )
 
     def drop_backwards(self) -> MicroBatchCosts:
-        """Return forward-only costs: no backward follows, and what F stores it needs while it runs."""
+        """Return forward-only costs: no backward; stored bytes become working bytes of F."""
         zeros = np.zeros_like(self.forward_ns)
         return replace(
             self,
@@ -120,7 +118,8 @@ class MicroBatchCosts:
 
     @classmethod
     def choose(cls, kinds: Sequence[MicroBatchCosts], kind: IntArray, columns: IntArray) -> MicroBatchCosts:
-        """Return column `columns[m]` of `kinds[kind[m]]` for every m; all kinds have the stages of the first."""
+        """Return the costs whose micro-batch m is number `columns[m]` of `kinds[kind[m]]`; static bytes are of
+        `kinds[0]`."""
         first, chosen = kinds[0], [np.flatnonzero(kind == index) for index in range(len(kinds))]
 
         def from_kinds(name: str) -> IntArray:
@@ -134,7 +133,7 @@ class MicroBatchCosts:
 
     @classmethod
     def join(cls, parts: Sequence[MicroBatchCosts], *, like: MicroBatchCosts) -> MicroBatchCosts:
-        """Return the columns of several costs next to each other; without any, no columns and the stages of `like`."""
+        """Return the costs of the micro-batches of all `parts`, in order. Static bytes are those of `like`."""
         return like._with_tables(
             lambda name: np.concatenate([getattr(like, name)[:, :0], *(getattr(part, name) for part in parts)], axis=1)
         )
@@ -145,12 +144,11 @@ def find_bottleneck(
     min_in_flight: int = 1,
     stage_ranks: Sequence[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Find the busiest rank's F + B of each micro-batch, and the bytes that the fullest rank needs for it.
+    """Return each micro-batch's F + B on its busiest rank in ns, and the bytes it needs on the fullest rank: (M,).
 
-    `stage_ranks` says which rank each stage is on (default: a rank each). Bytes are those of states, working memory and
-    stored micro-batches of this shape. The rank stores as many as 1F1B holds (num_ranks - rank), but at most
-    `min_in_flight`; every rank stores `min_in_flight` if that is above num_ranks.
-    """
+    `stage_ranks[s]`: the rank of stage s (default: one rank per stage). Bytes are states, working memory and stored
+    micro-batches of this shape. A rank stores as many as 1F1B holds (num_ranks - rank), but at most `min_in_flight`;
+    every rank stores `min_in_flight` if that is above num_ranks."""
     ranks = range(costs.num_stages) if stage_ranks is None else stage_ranks
     num_ranks = len(set(ranks))
     held: IntArray = np.minimum(np.arange(num_ranks, 0, -1, dtype=np.int64), min_in_flight)
@@ -167,7 +165,7 @@ def find_bottleneck(
 
 
 def reduce_to_ranks(table: npt.NDArray[Any], stage_ranks: Sequence[int], join: np.ufunc = np.add) -> npt.NDArray[Any]:
-    """Join the values of each pipeline rank's stages, along the first axis."""
+    """Reduce a table's first axis from stages to pipeline ranks: `join` (default: add) each rank's stages."""
     num_ranks = len(set(stage_ranks))
     if num_ranks == len(table):
         return table
@@ -184,7 +182,7 @@ def _find_largest(table: IntArray) -> IntArray:
 def keep_input_bytes(
     chosen: npt.NDArray[np.bool_], stored: IntArray, working: IntArray, transferred: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return stored and working bytes as `MicroBatchCosts.keep_inputs` has them."""
+    """Return the stored and working bytes, (S, M), after `MicroBatchCosts.keep_inputs`."""
     received = np.zeros_like(stored)
     received[1:] = transferred
     return np.where(chosen, received, stored), working + chosen * np.maximum(stored - received, 0)
@@ -197,17 +195,15 @@ def scale_bytes(num_bytes: IntArray, factor: float) -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCapabilities:
-    """Capabilities of a cost model in addition to prices. The defaults hold for a model that knows nothing more.
+    """Capabilities of a cost model in addition to prices. The defaults: it knows nothing more.
 
-    `has_decoder`: whether samples have a decoder side; None: tokens of any kind are priced. `total_layers`: the layers
-    that stages are made of; None: stages are priced as they are. `replica_collectives`: what the priced training issues
-    over replicas, `activation_format`: what its messages hold; None: unknown. `offload`: which states a rank leaves on
-    the host. `sharded_state_bytes`: bytes of states, for each byte of parameters, that are divided over replicas.
-    `measured_sizes`: sizes of the model that was measured, by the names of `Architecture`. `prices_halves`:
-    stages may be cut between the attention and the MLP of a layer, `prices_spread`: the vocabulary may lie over the
-    ranks of a pipeline. `width`: the data parallel ranks of a replica, on
-    each of which a micro-batch costs this.
-    """
+    `has_decoder`: samples have a decoder side; None: any tokens are priced. `total_layers`: those of all stages; None:
+    stages are priced as they are. `replica_collectives`, `activation_format`: what training sends over replicas, what
+    messages hold; None: unknown. It can price `prices_halves`: stages cut inside a layer, `prices_spread`: a vocabulary
+    over pipeline ranks, `prices_pieces`: pieces of samples, `slices_head`: a chunked head. `width`: ranks that share
+    each priced micro-batch (context parallel). `offload`: states kept on the host. `sharded_state_bytes`: bytes of
+    states that are divided over replicas, per byte of parameters. `measured_sizes`: the measured model's, named as in
+    `Architecture`."""
 
     has_decoder: bool | None = None
     total_layers: int | None = None
@@ -228,11 +224,11 @@ class CostCapabilities:
 
 @runtime_checkable
 class MicroBatchPricer(Protocol):
-    """The members that a user's own cost model needs: `as_cost_model` makes a `CostModel` of it.
+    """The members that a user's own cost model needs; `as_cost_model` makes a `CostModel` of it.
 
-    `evaluate` raises PlanError for a shape that it cannot price (outside a measured grid, say), naming the shape and
-    the bound. `fingerprint` is a hash of everything that changes an answer, equal on all ranks and planners of a job.
-    """
+    `evaluate` raises PlanError, which names the shape and the bound, for a shape that it cannot price (outside a
+    measured grid, say). `fingerprint` is a hash of all that changes prices, equal on all ranks and planners of a
+    job."""
 
     @property
     def num_stages(self) -> int: ...
@@ -243,11 +239,10 @@ class MicroBatchPricer(Protocol):
 
 
 class CostModel:
-    """Seconds and bytes of micro-batches on every stage of one topology. What a model does not override holds for
-    prices of stages as they are, of which nothing else is known.
+    """Base class of cost models: ns and bytes of micro-batches on every stage of one topology. A subclass implements
+    `num_stages` and `price`, and `to_json` if other processes are to read it.
 
-    A model implements `price` and `num_stages`, and `to_json` if other processes are to read it.
-    """
+    The other methods are those of a model that prices its stages as they are and knows nothing more."""
 
     __slots__ = ()
 
@@ -261,7 +256,7 @@ class CostModel:
         return CostCapabilities()
 
     def price(self, features: Features) -> MicroBatchCosts:
-        """Return the costs of micro-batches or shapes; those that the model refuses are INFEASIBLE."""
+        """Return the costs of M micro-batches or padded shapes; those that the model cannot price are INFEASIBLE."""
         raise NotImplementedError
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
@@ -269,10 +264,9 @@ class CostModel:
         return ""
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        """Price micro-batches, with all pieces of each long sample among them.
+        """Return the costs of micro-batches, which must include all pieces of each long sample.
 
-        Raises PlanError for one that the model cannot price, naming the shape and the bound.
-        """
+        Raises PlanError for one that the model cannot price, naming the shape and the bound."""
         features = Features.from_micro_batches(micro_batches)
         if features.pieces is not None and not self.facts.prices_pieces:
             piece = next(m.samples[0] for m in micro_batches if m.attention == "carried")
@@ -293,67 +287,63 @@ class CostModel:
         decoder_len: npt.ArrayLike = 0,
         recompute: Recompute = "none",
     ) -> MicroBatchCosts:
-        """Price padded shapes given as arrays; a shape that the model cannot price costs INFEASIBLE."""
+        """Return the costs of padded shapes: numbers of rows, and lengths, broadcast. Those without a price are
+        INFEASIBLE."""
         return self.price(Features.from_shapes(rows, encoder_len, decoder_len, recompute))
 
     def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: CostModel | None = None) -> Floor | None:
-        """Return what no micro-batch goes below, for bounds over all plans; None if no such bound is known.
+        """Return lower bounds of the times of all micro-batches, for bounds over all plans; None if none are known.
 
-        `least` prices shapes in place of the model itself: the least times after adjustments.
-        """
+        `least`, if given, prices shapes in place of this model: with adjustments, the least times after them."""
         return None
 
     def with_topology(self, topology: Topology | None) -> tuple[CostModel, Topology]:
-        """Return the costs over a topology (None: their own), and that topology with layers on its stages.
+        """Return the costs over a topology (None: their own), and this topology with layers on its stages.
 
-        Raises ConfigError for a topology that the model cannot price.
-        """
+        Raises ConfigError for a topology that the model cannot price."""
         return self, topology or Topology(pp=self.num_stages)
 
     def at_width(self, width: int) -> CostModel:
-        """Return one rank's costs in a context-parallel group of `width` data parallel ranks, each with a slice of
-        every row's positions; `CostCapabilities.width` says which these are.
+        """Return one rank's costs in a context-parallel group of `width` data parallel ranks, each with a position
+        shard of every row (`CostCapabilities.width` is that degree).
 
-        Work on positions, what is kept of them and messages are divided by this degree. Overheads and weights are not.
-        Attention exchanges heads and gathers keys and values on top (`costs/blocks.py`). Raises ConfigError if what it
-        exchanges is not known.
-        """
+        Work on positions, stored bytes of positions, and messages are divided by the degree; overheads and weights are
+        not. Exchanges in attention come on top (`costs/blocks.py`). Raises ConfigError if their time is not known."""
         if width > 1:
             raise no_width(type(self).__name__, width)
         return self
 
     def change_analytic(self, change: Callable[[Any], Any]) -> CostModel:
-        """Return `change` of the costs if they are counted from a description, else the costs as they are."""
+        """Return the costs with `change(costs)` in place of `AnalyticCosts` in them; other costs as they are."""
         return self
 
     def with_exact_sums(self, value_bytes: int) -> CostModel:
-        """Return the costs with deterministic mode's sums of gradients on ranks; weights have `value_bytes`.
+        """Return the costs with deterministic mode's gradient sums in the static bytes; a weight has `value_bytes`
+        bytes.
 
-        The costs as they are, if the bytes of states are fixed.
-        """
+        If the static bytes are fixed, the costs stay as they are."""
         return self
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return what other processes read the costs from; None if they stay within this one."""
+        """Return the costs as JSON from which other processes can read them; None if the model has no such form."""
         return None
 
     def fingerprint(self) -> str:
-        """Return a hash of everything that changes an answer, equal on all ranks and planners of a job."""
+        """Return a hash of all that changes prices, equal on all ranks and planners of a job."""
         return fingerprint(self.to_json() or {})
 
 
 def as_cost_model(costs: MicroBatchPricer) -> CostModel:
-    """Return a full cost model as it is, and one that only has the three members as `UserCosts`."""
+    """Return a `CostModel` as it is, and any other `MicroBatchPricer` as `UserCosts`."""
     return costs if isinstance(costs, CostModel) else UserCosts(costs)
 
 
 @dataclass(frozen=True, slots=True)
 class UserCosts(CostModel):
-    """A user's own cost model, with all abilities. Its `evaluate_shapes` prices shapes, if it has one. Else they are
-    priced one by one, as micro-batches of equal samples.
+    """A user's own cost model, `prices`, with all methods of a `CostModel`. Its `evaluate_shapes` prices shapes, if it
+    has one. Else each shape is priced as a micro-batch of equal samples.
 
-    It is priced over any topology with as many stages. There is no bound over all plans.
-    """
+    It is priced over any topology with as many stages. There are no bounds over all plans."""
 
     prices: MicroBatchPricer
 
@@ -427,7 +417,7 @@ def no_width(who: str, width: int) -> ConfigError:
 
 
 def check_numbers(values: Any, **bounds: tuple[float, float]) -> None:
-    """Raise ConfigError for the first of these fields that is not within its bounds."""
+    """Check that the named fields of `values` are within their (least, most) bounds. Raises ConfigError."""
     for name, (least, most) in bounds.items():
         if not least <= (value := getattr(values, name)) <= most:
             raise ConfigError(f"{name} is {short(value)} but must be {least:g} to {most:g}: give such a number")
@@ -442,11 +432,10 @@ def make_growing_times(
     chain: CostModel | None = None,
     error_ns: float = ROUNDING_NS,
 ) -> GrowingTimes:
-    """Make the floor of costs whose times are overhead + a tokens + b squares, the least over `kinds` of recomputation.
+    """Make the lower bounds of costs with times overhead + a tokens + b squared lengths: the least over modes `kinds`.
 
-    `rounds_up`: the model rounds work up, by no more than one token costs by itself. `chain` prices the dependency
-    chain (None: `costs` do).
-    """
+    `rounds_up`: the model rounds work up, by at most what one token costs by itself. `chain`: costs of the dependency
+    chain (default: `costs`)."""
 
     def price_padded(rows: int, lengths: IntArray) -> PaddedTimes:
         shapes = np.full(len(lengths), rows), lengths[:, 0], lengths[:, 1]
@@ -466,5 +455,5 @@ def make_growing_times(
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Hash settings in canonical JSON by SHA-256."""
+    """Return the SHA-256 of settings as canonical JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

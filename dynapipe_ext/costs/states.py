@@ -1,6 +1,5 @@
-"""Parameters of every stage of a model, and bytes of weights, gradients and optimizer states of one rank under ZeRO:
-what a rank holds before any micro-batch.
-"""
+"""Parameters of every stage, and the bytes of weights, gradients and optimizer states of one rank under ZeRO: what a
+rank holds before any micro-batch."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ EXACT_SUM_BYTES = 8  # of a parameter's sum of gradients in fixed point, which e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Bytes on one rank of every stage, arrays of shape (S,). `optimizer`: master weights and moments."""
+    """Bytes on one rank of every stage, arrays of shape (S,). `optimizer`: master weights, if any, and moments."""
 
     weights: IntArray
     gradients: IntArray
@@ -49,7 +48,7 @@ class StateBytes:
 
 
 def check_states(recipe: str, zero_stage: int, offload: str = "none") -> None:
-    """Refuse a recipe, a ZeRO stage or an offload that is not known, and an offload that its stage does not have."""
+    """Check that recipe, ZeRO stage and offload are known and go together. Raises ConfigError."""
     if recipe not in RECIPES:
         raise ConfigError(f"states recipe {recipe!r} is not known: give one of {', '.join(RECIPES)}")
     if zero_stage not in ZERO_STAGES:
@@ -73,17 +72,17 @@ def state_bytes(
     offload: Offload = "none",
     num_moments: int = ADAM_MOMENTS,
 ) -> StateBytes:
-    """Return the states on the device of one rank with `parameters` in all (per stage, if an array) and `dp` replicas.
+    """Return bytes on the device of one of `dp` replicas' ranks for `parameters` (of each stage, if an array).
 
     ZeRO stage 1 divides the optimizer over replicas, 2 gradients too, 3 weights too (Rajbhandari et al. 2020, fig. 1);
     Megatron's distributed optimizer is stage 1. Shares are rounded up. DeepSpeed's stage 2 frees no gradient memory at
-    its peak, so its estimator counts 4 + 16 / dp; its stage 3 keeps 16-bit gradients of the gathered layer only, 18 /
-    dp. `frozen_parameters` are weights only. `exact_sums` of gradients come on top, undivided. An optimizer
-    keeps `num_moments` of each parameter.
+    its peak, so its estimator counts 4 + 16 / dp; its stage 3 keeps only the gathered layer's 16-bit gradients, 18 /
+    dp. `frozen_parameters` have only weights. `exact_sums` of gradients come on top, undivided. `num_moments`: of each
+    parameter in the optimizer.
 
-    What is offloaded is on the host (Ren et al. 2021, sec. 4). "optimizer" moves optimizer states and, from stage 2
-    on, gradients as they are reduced; "weights" (ZeRO-Infinity, stage 3) moves weights; "all" moves both.
-    Raises ConfigError.
+    Offloaded bytes are on the host (Ren et al. 2021, sec. 4). "optimizer" moves optimizer states and, from stage 2 on,
+    gradients as they are reduced; "weights" (ZeRO-Infinity, stage 3) moves weights; "all" moves both. Raises
+    ConfigError.
 
     >>> [int(state_bytes(24, recipe="mixed", zero_stage=stage, dp=24).total[0]) for stage in ZERO_STAGES]
     [384, 108, 62, 16]
@@ -114,7 +113,7 @@ def state_bytes(
 
 
 def check_topology(a: Architecture, topology: Topology, ep: int = 1) -> None:
-    """Raise ConfigError for sizes that do not divide over the ranks, and for layers that do not fill the stages."""
+    """Check that ranks divide all sizes of the model, and that its layers fill the stages. Raises ConfigError."""
     if has_decoder := a.num_decoder_layers > 0:
         require_whole_vocabulary(topology, "a model with a decoder side")
     _ = lay_out(a.num_layers, a.total_layers, topology)
@@ -132,7 +131,7 @@ def check_topology(a: Architecture, topology: Topology, ep: int = 1) -> None:
 
 
 def refuse_undivided_vocabulary(a: Architecture, topology: Topology) -> None:
-    """Check that ranks divide the vocabulary evenly, and both ends of a tied one. Raises ConfigError."""
+    """Check that ranks divide the vocabulary, and a tied head like its embedding. Raises ConfigError."""
     if topology.vocabulary == "whole":
         return
     if a.tied_embeddings and topology.vocabulary == "head":
@@ -153,10 +152,9 @@ def make_tie_error() -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class StageParameters:
-    """Parameters on one tensor parallel rank of every stage, arrays of shape (S,): `common` on every replica, `experts`
-    on the replicas that hold the same ones. ZeRO gathers the largest unit (a layer, half of one or an embedding) in
-    full.
-    """
+    """Parameters on one tensor parallel rank of every stage, arrays of shape (S,). `common`: on every replica;
+    `experts`: only on replicas that hold the same experts. `largest_unit`: the largest layer, half layer or embedding,
+    which ZeRO gathers in full."""
 
     common: IntArray
     experts: IntArray
@@ -232,9 +230,9 @@ def _count_mlp_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """Bytes of one rank of every stage before any micro-batch, arrays of shape (S,). `buffers`: full units that ZeRO
-    gathers and reduces during use. `host`: bytes on the host. `moved`: bytes over the host's link per step.
-    """
+    """Bytes of one rank of every stage before any micro-batch, arrays of shape (S,). `device`: on the device without
+    buffers. `buffers`: full units that ZeRO gathers and reduces during use. `host`: on the host. `moved`: bytes between
+    host and device per step."""
 
     device: StateBytes
     buffers: IntArray
@@ -255,12 +253,11 @@ def count_states(
     exact_sums: bool = False,
     num_moments: int = ADAM_MOMENTS,
 ) -> States:
-    """Count states under ZeRO and offload by `state_bytes`; the replicas that hold the same experts divide theirs.
+    """Return bytes of one rank of each stage. Keywords are those of `state_bytes`; experts are divided over dp / ep.
 
-    In each step offloaded gradients move to the host and updated weights move back. Offloaded weights also move to the
-    device for every forward and backward; here they count once for each. Raises ConfigError for an offload that the
-    ZeRO stage does not have.
-    """
+    `moved`, per step: offloaded gradients go to the host and updated weights come back. Offloaded weights count twice,
+    once for all forwards and once for all backwards. Raises ConfigError for an offload that the ZeRO stage does not
+    have."""
     count, dp = count_parameters(a, topology, ep), topology.dp
 
     def on_device(offload: Offload) -> StateBytes:
