@@ -1,7 +1,6 @@
-"""Adjustments of a cost model's prices, and costs that are adjusted.
+"""Adjustments of the prices of a cost model (`prices`), and the adjusted costs (`costs`).
 
-prices ─► frozen weights ─► fitted times ─► forward-only ─► costs, for micro-batches and for padded shapes
-"""
+prices ─► frozen weights ─► fitted times ─► forward-only ─► costs, for micro-batches and for padded shapes"""
 
 from __future__ import annotations
 
@@ -35,14 +34,13 @@ _MAX_BYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class FrozenWeights:
-    """Weights of which stage s trains the share `trained_shares[s]`, by their products, as with adapters.
+    """Frozen weights, as with adapters: stage s trains `trained_shares[s]` (0 to 1) of its weights' products.
 
     A frozen weight has no gradient: W, and B by as much, are shorter by the share of frozen weights, under full
-    recomputation too. `static_bytes` of each stage replace the prices' own: frozen weights have neither gradients nor
-    optimizer states (empty: the prices' own). `token_bytes` of each stage are what adapters keep of every token in
-    addition; if layers are recomputed these bytes return, counted as if all at once. `idle_bytes` of each stage are
-    weights on top that nothing runs through, such as those of a vision tower.
-    """
+    recomputation too. All else is per stage. `static_bytes` replace those of the prices (empty: they stay), as frozen
+    weights have neither gradients nor optimizer states. `token_bytes`: what adapters store per token on top; if layers
+    are recomputed, they are working bytes, of all layers at once. `idle_bytes`: weights on top that no data runs
+    through, such as those of a vision tower."""
 
     LATER_FIELDS: ClassVar = ("token_bytes", "idle_bytes")  # older files do not have them (`codec.py`)
     trained_shares: tuple[float, ...]
@@ -51,7 +49,7 @@ class FrozenWeights:
     idle_bytes: tuple[int, ...] = ()
 
     def check(self, num_stages: int) -> None:
-        """Check that every field has one sensible number per stage. Raises ConfigError."""
+        """Raise ConfigError unless every field has one number per stage, within its bounds."""
         for name in self.__slots__:
             is_share, values = name == "trained_shares", getattr(self, name)
             if (is_share or values) and len(values) != num_stages:
@@ -64,10 +62,10 @@ class FrozenWeights:
     def adjust(
         self, costs: MicroBatchCosts, plain: MicroBatchCosts, kinds: npt.NDArray[np.str_], tokens: IntArray
     ) -> MicroBatchCosts:
-        """Return adjusted `costs` of micro-batches with these recomputation modes. `plain`: costs without any.
+        """Return adjusted `costs` of micro-batches with recomputation modes `kinds`, (M,), and `tokens`, (M,). `plain`:
+        the costs without recomputation.
 
-        Under full recomputation I does the work for weight gradients and W is nothing; W of `plain` says how much.
-        """
+        Under full recomputation I does the work for weight gradients and W takes no time: W of `plain` is its time."""
         weight_ns = np.where(plain.infeasible, costs.weight_ns, np.minimum(plain.weight_ns, costs.backward_ns))
         kept_bytes = np.outer(self.token_bytes or (0,) * costs.num_stages, tokens).astype(np.int64)
         is_stored = split_kinds(kinds)[0] == "none"
@@ -79,10 +77,10 @@ class FrozenWeights:
         ).refuse(costs.infeasible)
 
     def bind(self, costs: MicroBatchCosts, plain: MicroBatchCosts) -> MicroBatchCosts:
-        """Return times at measured points between which the interpolated ones never exceed the adjusted ones.
+        """Return times at measured points such that interpolation between them never exceeds the adjusted times.
 
-        W that is cut off at B is not linear between points. If that happens, a stage keeps B's trained share only.
-        """
+        W that is cut off at B is not linear between points. If that happens, a stage keeps the trained share of B
+        only."""
         weight_ns = np.where(plain.infeasible, costs.weight_ns, np.maximum(plain.weight_ns, costs.weight_ns))
         is_cut = ((weight_ns >= costs.backward_ns) & ~costs.infeasible).any(axis=1, keepdims=True)
         backward_ns = np.floor(costs.backward_ns - self._frozen * np.where(is_cut, costs.backward_ns, weight_ns))
@@ -103,7 +101,7 @@ class FrozenWeights:
 
 @dataclass(frozen=True, slots=True)
 class TimeCorrection:
-    """Coefficients of an action's time: scale x its time before + overhead + terms per token and per squared length."""
+    """A corrected time: scale x its time before + overhead + rates x tokens and squared lengths of the micro-batch."""
 
     scale: float = 1.0
     overhead_ns: float = 0.0
@@ -116,7 +114,7 @@ class TimeCorrection:
                 raise ConfigError(f"{name} of a correction is {short(value)} but must be a number of 0 to {_MAX:.0f}")
 
     def __call__(self, terms: FloatArray) -> FloatArray:
-        """Return times of micro-batches with these `make_correction_terms`, shape (M,)."""
+        """Return corrected times in ns, (M,), of micro-batches with these `make_correction_terms`, (M, 4)."""
         return np.rint(product(terms, astuple(self)))
 
 
@@ -126,17 +124,18 @@ CORRECTED = (*LETTERS, *OF_KIND.values())
 
 
 def list_times(costs: MicroBatchCosts) -> dict[str, IntArray]:
-    """Return the times of each action kind, shape (S, M)."""
+    """Return the times in ns of each action kind (F, B, I, W), shape (S, M)."""
     return {"F": costs.forward_ns, "B": costs.backward_ns, "I": costs.input_ns, "W": costs.weight_ns}
 
 
 def make_correction_terms(times_ns: IntArray, tokens: IntArray, squares: IntArray) -> FloatArray:
-    """Return the (M, 4) terms of which a `TimeCorrection` has coefficients."""
+    """Return (M, 4) terms: times before, ones, tokens, squared lengths."""
     return np.stack([times_ns, np.ones_like(times_ns), tokens, squares], axis=1).astype(np.float64)
 
 
 def correct_times(stage: StageCorrections, letter: str, terms: FloatArray, kinds: npt.NDArray[np.str_]) -> FloatArray:
-    """Return times of actions under these recomputation modes, by a mode's own correction if there is one."""
+    """Return times in ns, (M,), of actions of one kind: by its correction for their recomputation mode ("B full"), else
+    by that of the kind ("B"), else unchanged."""
     times_ns = stage.get(letter, TimeCorrection())(terms)
     for kind in RECOMPUTES:
         if own := stage.get(f"{letter} {kind}"):
@@ -146,14 +145,13 @@ def correct_times(stage: StageCorrections, letter: str, terms: FloatArray, kinds
 
 @dataclass(frozen=True, slots=True)
 class FittedTimes:
-    """Corrected times of actions: `corrections[s]` has those of stage s by action kind (F, B, I, W). If backwards of
-    one recomputation mode were measured often enough, it also has corrections by kind and mode ("B full"), which
-    replace those of the kind.
+    """Corrected times of actions: `corrections[s]` has those of stage s by action kind (F, B, I, W). With enough
+    measured actions of one recomputation mode it also has those of kind and mode ("B full"), which then replace the
+    kind's.
 
     Actions without measurements keep their time. A measured I and W also price B, as their sum. A measured B without
-    them also scales W, in proportion. What takes no time still takes none, and a shape that cannot run stays so. Bytes
-    and transfers do not change.
-    """
+    them also scales W, in proportion. Times of 0 stay 0, and a shape that cannot run stays so. Bytes and transfers do
+    not change."""
 
     corrections: tuple[StageCorrections, ...]
 
@@ -161,7 +159,7 @@ class FittedTimes:
         return hash(tuple(tuple(sorted(stage)) for stage in self.corrections))
 
     def check(self, num_stages: int) -> None:
-        """Check that there is one mapping of known actions per stage. Raises ConfigError."""
+        """Raise ConfigError unless each stage has corrections, and only of known actions."""
         if len(self.corrections) != num_stages:
             raise ConfigError(f"{len(self.corrections)} corrections for {num_stages} stages: give one each")
         if unknown := [name for stage in self.corrections for name in stage if name not in CORRECTED]:
@@ -170,7 +168,7 @@ class FittedTimes:
     def adjust(
         self, costs: MicroBatchCosts, kinds: npt.NDArray[np.str_], tokens: IntArray, squares: IntArray
     ) -> MicroBatchCosts:
-        """Return adjusted `costs` of micro-batches with these recomputation modes, tokens and squared lengths."""
+        """Return adjusted `costs` of micro-batches with recomputation modes `kinds`, `tokens` and `squares`, (M,)."""
         times = list_times(costs)
         forward, backward, weight = (times[letter].copy() for letter in "FBW")
         for s, stage in enumerate(self.corrections):
@@ -191,8 +189,8 @@ class FittedTimes:
         return replace(costs, **new)
 
     def bind(self, costs: MicroBatchCosts, kinds: npt.NDArray[np.str_]) -> MicroBatchCosts:
-        """Return lower bounds of the adjusted times, for bounds over all plans: each stage's times multiplied by the
-        least factor that applies to it. (A stage that is recomputed is at least as slow as one that is not.)"""
+        """Return lower bounds of the adjusted times: each stage's times multiplied by the least factor that applies to
+        them. (A stage that is recomputed is at least as slow as one that is not.)"""
         forward = np.array([[stage["F"].scale if "F" in stage else 1.0] for stage in self.corrections])
         backward = np.ones(costs.forward_ns.shape)
         for kind in {*kinds.tolist()}:
@@ -208,7 +206,7 @@ class FittedTimes:
 
     @property
     def scales(self) -> list[float]:
-        """The factors of all corrections, and 1 for actions without one."""
+        """The `scale` of all corrections, and 1 for actions without one."""
         return [1.0, *(correction.scale for stage in self.corrections for correction in stage.values())]
 
 
@@ -225,13 +223,12 @@ ADJUSTMENTS = ("frozen", "adapted", "forwards")  # their kinds in JSON, in the o
 class AdjustedCosts(CostModel):
     """The costs of `prices` after adjustments; `adjust` makes them.
 
-    With `forward_only` no backward follows: B and W take no time, and nothing is stored from F on. Static bytes stay,
-    since gradients and optimizer states are in memory while a training run is evaluated. A training step's forward
-    stores bytes and needs working bytes in addition. Their sum, without recomputation or under full recomputation,
-    limits the working bytes here: a forward without gradients keeps nothing that either of these drops.
+    With `forward_only` no backward follows: B and W take no time, and nothing is stored after F. Static bytes stay,
+    since gradients and optimizer states are in memory while a training run is evaluated. The sum of stored and working
+    bytes of training, without recomputation or under full recomputation, limits the working bytes here: a forward
+    without gradients keeps nothing that either of these drops.
 
-    `lowest` prices are what each adjustment's `bind` returns: the base of bounds over all plans.
-    """
+    `lowest`: prices are those of each adjustment's `bind`, for bounds over all plans."""
 
     prices: CostModel
     frozen: FrozenWeights | None = None
@@ -258,7 +255,7 @@ class AdjustedCosts(CostModel):
         return self.prices.explain_refusal(micro_batch)
 
     def price(self, features: Features) -> MicroBatchCosts:
-        """Price micro-batches. Raises PlanError for those that an adjustment does not allow."""
+        """Return adjusted costs. Raises PlanError for recomputed micro-batches if costs are forward-only."""
         recompute, cp_degree = features.recompute, self.prices.facts.width
         tokens, squares = -(-features.tokens // cp_degree), -(-features.squares // cp_degree)  # of one rank
 
@@ -285,12 +282,10 @@ class AdjustedCosts(CostModel):
         return replace(costs, working_bytes=np.minimum(costs.working_bytes, full.working_bytes))
 
     def get_floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: CostModel | None = None) -> Floor | None:
-        """Return the lower bound of training, for bounds over all plans; None for forward-only costs, and if `prices`
-        have none.
+        """Return lower bounds of the adjusted times; None for forward-only costs, and if `prices` have none.
 
-        Growing times are adjusted, the least of all recomputation modes; None if fitted times would turn the time of a
-        short sample from nothing into something. Measured points take the `bind` of each adjustment.
-        """
+        `GrowingTimes` are the least of all recomputation modes; None if fitted times would turn the time of a short
+        sample from 0 into more. Times at measured points are those of each adjustment's `bind`."""
         at_points = replace(self, lowest=True)
         floor = None if self.forward_only else self.prices.get_floor(stage_ranks, split=split, least=least or at_points)
         if floor is None:
@@ -315,10 +310,9 @@ class AdjustedCosts(CostModel):
         )
 
     def with_topology(self, topology: Topology | None) -> tuple[CostModel, Topology]:
-        """Return these costs over another topology. If its stages are others, fitted times are dropped.
+        """Return these costs over another topology. If it has other stages, fitted times are dropped.
 
-        Raises ConfigError if its stages are others and some weights are frozen.
-        """
+        Raises ConfigError if it has other stages and some weights are frozen."""
         own_prices, before = self.prices.with_topology(None)
         prices, topology = self.prices.with_topology(topology or before)
         if prices is own_prices or replace(topology, dp=1, width=1) == replace(before, dp=1, width=1):
@@ -350,7 +344,8 @@ class AdjustedCosts(CostModel):
         return [*described, {"kind": "forwards"}] if self.forward_only else described
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return each adjustment as JSON around what it adjusts, its "base"."""
+        """Return the last adjustment as JSON; its "base" is the one before it, and so on to `prices`. None if these
+        have no JSON."""
         raw = self.prices.to_json()
         for one in self._describe():
             raw = None if raw is None else {**one, "base": raw}
@@ -364,7 +359,7 @@ class AdjustedCosts(CostModel):
 
 
 def adjust(costs: CostModel, **changes: Any) -> CostModel:
-    """Return the costs with other adjustments: `frozen`, `fitted`, `forward_only`; None or False removes one."""
+    """Return the costs with other adjustments, `frozen`, `fitted` or `forward_only`; None or False removes one."""
     before = costs if isinstance(costs, AdjustedCosts) else AdjustedCosts(costs)
     after = replace(before, **changes)
     if after == before:
@@ -373,7 +368,7 @@ def adjust(costs: CostModel, **changes: Any) -> CostModel:
 
 
 def read_adjustment(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the argument of `adjust` for JSON of one of `ADJUSTMENTS`. Raises ConfigError."""
+    """Return the keyword argument of `adjust` for JSON of one of `ADJUSTMENTS`. Raises ConfigError."""
     fields = {name: value for name, value in raw.items() if name not in ("kind", "base")}
     try:
         match raw["kind"]:
@@ -389,5 +384,5 @@ def read_adjustment(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_fitted_times(costs: CostModel) -> FittedTimes | None:
-    """Return the times that were fitted to these costs; None before a fit."""
+    """Return the times that are fitted in these costs; None if there are none."""
     return costs.fitted if isinstance(costs, AdjustedCosts) else None

@@ -1,4 +1,4 @@
-"""Costs of a Megatron GPT or T5 counted from its description: parameters, FLOPs and bytes."""
+"""Costs of a Megatron GPT or T5, counted from its architecture: parameters, FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NOT_OF_PAIRS = ("flash", "zero_stage", "state_recipe", "ep", "links", "capacity
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAdapters:
-    """Stored over counted bytes of layers and of the head if only the adapters of this name train."""
+    """Measured / counted stored bytes, of layers and of the head, if only the adapters of this name train."""
 
     adapters: str
     layer_bytes_factor: float
@@ -61,63 +61,62 @@ class AnalyticCosts(CostModel):
     """Nanoseconds and bytes of micro-batches on every stage of a Megatron GPT or T5.
 
     Time of an action = `overhead_ns` + layers x `layer_overhead_ns` + FLOPs / `flops_per_s` (the rate the device
-    reaches, not its peak; it stands for tensor-parallel communication too). Per token a layer's matrix products take 2
-    FLOPs per weight. Attention over rows of length L takes 4 q L^2 with heads of q values in all, or half of it if the
-    kernel skips what the causal mask hides (`flash`). Backward is twice forward, plus what is recomputed: the layers
-    (full), core attention (selective) or all of the stage. W of a split backward is one forward's worth of matrix
-    products, or nothing if layers or stages are recomputed: what that brings back is not kept until W. Tensor
-    parallelism divides everything.
+    reaches, not its peak; it includes tensor-parallel communication). Per token a layer's matrix products take 2 FLOPs
+    per weight. Attention over rows of length L takes 4 q L^2, where q is the sum of all head sizes, or half of it if
+    the kernel skips masked work (`flash`). Backward is twice forward, plus what is recomputed: layers (full), core
+    attention (selective) or the entire stage. W of a split backward takes the time of a forward's matrix products. If
+    layers or stages are recomputed it takes none, as recomputed activations are not kept until W. Tensor parallelism
+    divides everything.
 
     A stage may hold half a layer: its attention, with the norm before it and its residual sum, or its MLP with those.
-    Either half takes its own FLOPs, half of `layer_overhead_ns`, and keeps its own activations.
+    Either half takes its own FLOPs, half of `layer_overhead_ns`, and stores its own activations.
 
-    Stored bytes follow Korthikanti et al. 2022 (sec. 4, table 2) for values of any size: norm inputs, matrix inputs,
-    q, k, v, the scores unless `flash`, masks under `dropout`. The last stage adds the final norm, the head's input and
+    Stored bytes follow Korthikanti et al. 2022 (sec. 4, table 2) for values of any size: norm inputs, matrix inputs, q,
+    k, v, the scores unless `flash`, masks under `dropout`. The last stage adds the final norm, the head's input and
     fp32 logits. `working_bytes` is the larger of one layer's recomputed activations with the gradient of its widest
-    value, and the logits once more as values. With `split_backward` stored bytes are at least what I keeps
-    until W: inputs and output gradients of matrix products, gathered where the sequence is divided.
+    value, and the logits once more as values. With `split_backward` stored bytes are at least what I keeps until W:
+    inputs and output gradients of matrix products, gathered if sequence parallelism divides them.
 
     `layer_bytes_factor` and `head_bytes_factor` multiply the stored bytes of layers and of the head: what an
-    implementation keeps beyond the count (unfused operations, copies), as measured on the device. Where the adapters
-    named `adapters` train, `measured_adapters` of that name have these factors instead: layers whose weights do not
-    train keep fewer inputs. A recomputed layer keeps its whole input, however little it keeps else.
+    implementation stores beyond the count (unfused operations, copies), as measured on the device. If the adapters
+    named `adapters` train, factors of `measured_adapters` of that name replace these: layers whose weights do not train
+    store fewer inputs. A recomputed layer stores its full input in any case.
 
-    With `head_slice` there are prices for kinds of recomputation whose head is in slices of this many positions
+    With `head_slice` there are prices for recomputation modes with a chunked head, in slices of this many positions
     (`count_chunked_head_bytes`). B computes the product again, slice by slice, and all weight gradients at once, which
-    leaves W none. Two fp32 numbers per position are kept in the place of logits.
+    leaves W none. Two fp32 numbers per position are stored in place of logits.
 
-    Experts: `capacity_factor` 0 is dropless; above 0 every expert computes its capacity, ceil(capacity_factor x top_k x
-    tokens / num_experts) rows, padded up to it or dropping what is above. Tokens are spread evenly, so `ep` replicas
-    that share the experts compute what each would by itself; the rate stands for their exchange of tokens. A layer
-    keeps the dispatched rows (copied over TP), the inputs of activation function and fc2 (the router's weight
-    multiplies the latter, as Megatron does), and fp32 router probabilities.
+    Experts: `capacity_factor` 0 is dropless. Above 0 each expert computes ceil(capacity_factor x top_k x tokens /
+    num_experts) rows: it pads fewer and drops more. Tokens are spread evenly, so each of `ep` replicas that share the
+    experts computes as many rows as by itself; `flops_per_s` includes their exchange of tokens. A layer stores the
+    dispatched rows (copied over TP), the inputs of activation function and fc2 (the router's weight multiplies the
+    latter, as in Megatron), and fp32 router probabilities.
 
-    Static bytes by `state_bytes`: `state_recipe` for 16-bit weights (not "fp32"), fp32 for 4-byte ones; experts'
-    states are divided over the dp / ep replicas that share them. `distributed_optimizer` is another way to say
-    `zero_stage` 1. From stage 2 on the largest unreduced unit (a layer, an embedding) adds its gradients to
-    `working_bytes`, at stage 3 its gathered weights too. `exact_sums` are deterministic mode's, `num_moments` the
-    optimizer's of each parameter; what `offload` leaves on the host is not counted.
+    Static bytes by `state_bytes`: `state_recipe` for 16-bit weights (not "fp32"), fp32 for 4-byte ones; experts' states
+    are divided over the dp / ep replicas that share them. `distributed_optimizer` means `zero_stage` 1. From stage 2 on
+    the largest unreduced unit (a layer, an embedding) adds its gradients to `working_bytes`, at stage 3 its gathered
+    weights too. `exact_sums`: gradient sums of deterministic mode; `num_moments`: of each parameter in the optimizer.
+    What `offload` leaves on the host is not counted.
 
-    Transfers: `links`, or without them `latency_ns` and `bandwidth_bytes_per_s` on every boundary.
+    Transfers: `links`, or without them `latency_ns` and `bandwidth_bytes_per_s` on every stage boundary.
 
-    At a context-parallel degree above 1 these are the costs of one rank of a block: of its slice of positions in all
-    but attention's core, and of its share of that. What attention exchanges is counted over `links` (`BlockAttention`),
-    in a forward, in its backward, and where a layer is recomputed in that forward, too. Without links it is `width_tax`
-    of the FLOPs' time: ten percent is above what 8 H200 took between 2 and 4 ranks of one node. Keys and values of a
-    long sample's pieces lie by heads, with all positions. If they are gathered, a running layer also holds those of the
-    whole row, and their gradients.
+    At a context-parallel degree above 1 these are the costs of one rank of a group: of its position shard, and of its
+    share of core attention. Exchanges in attention are counted over `links` (`BlockAttention`): in a forward, in its
+    backward, and in recomputation. Without links they take `width_tax` of the FLOPs' time (0.1: above what 8 H200 took
+    between 2 and 4 ranks of one node). Keys and values of a long sample's pieces are divided by heads, with all
+    positions. If they are gathered, a running layer also holds those of the full row, and their gradients.
 
-    A head over pipeline ranks costs each of its stages the same part of the products and of the logits, and the
-    overhead of an action and of half a layer. Each of them keeps the head's input (all but the first get it in a
-    message) and four fp32 numbers a position: the sum and the target of the message, and its own.
+    With vocabulary parallelism each of the head's stages has an equal part of its products and logits, and the overhead
+    of an action and of half a layer. It stores the head's input (all but the first get it in a message) and four fp32
+    numbers per position: the sum and the target of the message, and its own.
 
     An encoder-decoder has encoder layers first, then decoder ones, which also attend to the encoder's output: queries
     and output come from decoder tokens, keys and values from encoder tokens. Relative position biases rule out kernels
-    that skip or keep less, and masks, also those of scores, are as wide as values. Decoder stages hold the encoder's
+    that skip or store less, and masks, also those of scores, are as wide as values. Decoder stages hold the encoder's
     output once; messages carry the encoder's hidden states, after the first decoder layer both sides'. With
     `split_backward` under sequence parallelism a layer keeps what is gathered for its matrix products until W.
-    Exchanges of a group's ranks always are `width_tax`. Pieces, half layers and vocabulary parallelism have no price.
-    """
+    Exchanges in context-parallel groups always take `width_tax`. Pieces, half layers and vocabulary parallelism have no
+    price."""
 
     LATER_FIELDS: ClassVar = (  # older files do not have them (`codec.py`)
         "exact_sums", "offload", "head_slice", "num_moments", "width_tax", "adapters", "measured_adapters",
@@ -184,8 +183,8 @@ class AnalyticCosts(CostModel):
 
     @property
     def facts(self) -> CostCapabilities:
-        """Capabilities of these costs. Pieces have no price if experts drop what is beyond their capacity, or if a
-        window hides earlier pieces."""
+        """Capabilities of these costs. Pieces have no price for an encoder-decoder, for experts with a capacity, and
+        for windows, which hide earlier pieces."""
         a, topology, has_decoder = self.architecture, self.topology, self.has_decoder
         heads = max(1, a.num_heads // topology.tp)  # keys of an encoder-decoder are not gathered, only divided by heads
         widths = tuple(1 << power for power in range((heads & -heads).bit_length())) if has_decoder else None
@@ -222,7 +221,7 @@ class AnalyticCosts(CostModel):
         return lay_out(self.architecture.num_layers, self.architecture.total_layers, self.topology)
 
     def with_topology(self, topology: Topology | None) -> tuple[AnalyticCosts, Topology]:
-        """Return the same model, rates and factors over another topology, layers filled in."""
+        """Return the same model, rates and factors over another topology, and it with layers on its stages."""
         if topology is None:
             return self, self.topology
         topology = topology.with_layers(self.architecture.total_layers)
@@ -240,7 +239,7 @@ class AnalyticCosts(CostModel):
     def get_floor(
         self, stage_ranks: tuple[int, ...], *, split: bool, least: CostModel | None = None
     ) -> GrowingTimes | None:
-        """Return the floor of a decoder-only model: attention across two sides does not grow by tokens and squares."""
+        """Return lower bounds; None for an encoder-decoder, as cross attention does not grow by tokens and squares."""
         if self.has_decoder:
             return None
         return make_growing_times(least or self, split=split, rounds_up=self.capacity_factor > 0)
@@ -494,8 +493,8 @@ class AnalyticCosts(CostModel):
         return self.architecture.vocab_size // self.topology.tp // len(self.topology.head_stages)
 
     def needs_chunks(self, asks_chunks: BoolArray, positions: IntArray) -> BoolArray:
-        """Return which of the micro-batches that ask for a chunked head have more positions than one slice. Raises
-        PlanError if costs have no price for any."""
+        """Return which micro-batches have a chunked head of several slices, (M,): `asks_chunks`, with more `positions`
+        than one slice. Raises PlanError if a chunked head has no price."""
         if asks_chunks.any() and not self.head_slice:
             raise PlanError(
                 'these costs have no price for a head in slices: give recompute "none", "selective", "full" or'
@@ -504,11 +503,11 @@ class AnalyticCosts(CostModel):
         return asks_chunks & (positions > self.head_slice)
 
     def count_chunked_head_bytes(self, positions: IntArray) -> tuple[IntArray, IntArray]:
-        """Return what a chunked head keeps in the place of logits, and what it needs while it runs.
+        """Return bytes that a chunked head stores in place of logits, and its working bytes, for rows of `positions`.
 
-        It needs a slice's logits in fp32 and as values, and the weight's gradient (of 16-bit weights added up in fp32)
-        with a slice's own. It also needs the gradient of the head's input, which sequence parallelism gathers, too.
-        """
+        Working bytes are a slice's logits in fp32 and as values, and the weight's gradient (of 16-bit weights added up
+        in fp32) with a slice's own. The gradient of the head's input, which sequence parallelism gathers, is
+        included."""
         values, h = self.activation_bytes_per_value, self.architecture.hidden_size
         slice_bytes = (4 + values) * self._head_columns * (np.minimum(positions, self.head_slice) + h)
         return 2 * 4 * positions, slice_bytes + (2 if self.sequence_parallel else 1) * values * h * positions
@@ -532,7 +531,7 @@ class AnalyticCosts(CostModel):
         return time_ns
 
     def split(self, num_bytes: IntArray) -> IntArray:
-        """Divide what sequence parallelism divides over tensor-parallel ranks and plain tensor parallelism copies."""
+        """Return the bytes on each tensor-parallel rank of values that only sequence parallelism divides."""
         if not self.sequence_parallel:
             return num_bytes
         share: IntArray = -(-num_bytes // self.topology.tp)
@@ -540,7 +539,7 @@ class AnalyticCosts(CostModel):
 
     @property
     def states(self) -> States:
-        """Weights, gradients and optimizer states of every stage; a unit that ZeRO holds whole while it uses it."""
+        """Bytes of weights, gradients and optimizer states of every stage, and of ZeRO's buffers."""
         return count_states(
             self.architecture,
             self.topology,
@@ -553,8 +552,8 @@ class AnalyticCosts(CostModel):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the costs as JSON. Files of encoder-decoders leave out, at their defaults, the fields that files of
-        decoder-only models have, and describe the architecture with its defaults."""
+        """Return the costs as JSON. Encoder-decoders leave out fields of decoder-only models that have their defaults,
+        and describe the full architecture."""
         if not self.has_decoder:
             return {"kind": "analytic", **dump_fields(self)}
         raw = {"kind": "encoder-decoder", **dump_fields(self, _NOT_OF_PAIRS)}

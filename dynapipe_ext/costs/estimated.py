@@ -1,4 +1,4 @@
-"""Costs of a published model on a cluster: counted work and bytes, its ZeRO states and its collectives."""
+"""Estimates of a published model on a cluster: counted work and bytes, ZeRO states, and collectives between ranks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ LAYER_OVERHEAD_NS = 20_000  # of a forward or a backward of one layer: kernel la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """The division of a model: the topology (with layers on its stages), ZeRO, and the states on the host. The rows of
-    each replica are divided over `cp` context parallel ranks, which lie between tensor and data parallel ones.
-    """
+    """The division of a model: the topology (with layers on its stages), ZeRO stage, expert parallel degree `ep`, and
+    the states on the host. The rows of each replica are divided over `cp` context parallel ranks, between tensor and
+    data parallel ones in the order of ranks."""
 
     topology: Topology
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -52,28 +52,26 @@ class Strategy:
 
     @property
     def placement(self) -> str:
-        """The name of the placement in settings."""
+        """The name of the placement of stages, as settings write it."""
         return self.topology.placement_name.partition(",")[0]
 
     @property
     def weight_topology(self) -> Topology:
-        """The topology with context-parallel ranks among the replicas, in groups of `cp`, which hold equal weights."""
+        """The topology with context-parallel ranks as replicas, in groups of `cp`, which hold equal weights."""
         return replace(self.topology, dp=self.topology.dp * self.cp, width=self.cp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EstimatedCosts(CostModel):
-    """A `CostModel` of any family: what `base` counts, plus what happens between ranks.
+    """A `CostModel` of what `base` counts plus collectives between ranks.
 
-    Tensor parallel ranks sum two activations per layer in each direction (a decoder layer of T5 three; Megatron-LM,
-    Shoeybi et al. 2019, sec. 3), as rings of 2 (t - 1) / t times the bytes. Recomputed layers or stages sum those of
+    Tensor parallel ranks sum two activations per layer in each direction (a T5 decoder layer three; Shoeybi et al.
+    2019, "Megatron-LM", sec. 3), as rings of 2 (t - 1) / t times the bytes. Recomputed layers or stages sum those of
     forwards again. Experts exchange tokens twice per layer and direction. From ZeRO stage 2 on a backward also scatters
-    its gradients and at stage 3 weights are gathered for every forward and backward; these overlap with the work, so
-    the longer of both counts. Context-parallel ranks are the groups of a step of that degree: `base` counts one of them
-    over `weight_topology`, with what attention exchanges; nothing of that overlaps. `plain` layers keep what operators
-    one by one keep. Static bytes are those of `states`; working bytes include the full units of ZeRO and, between
-    stages, two messages per side and direction.
-    """
+    its gradients, and at stage 3 weights are gathered for every forward and backward. These overlap with the work: the
+    longer of both counts. `base` counts one rank of a context-parallel group, over `weight_topology`, with its
+    exchanges, which do not overlap. `plain`: layers store what plain operators store. Static bytes are those of
+    `states`. Working bytes include the full units of ZeRO and the buffers of messages."""
 
     base: AnalyticCosts
     states: States
@@ -100,7 +98,7 @@ class EstimatedCosts(CostModel):
 
     @property
     def facts(self) -> CostCapabilities:
-        """Messages have no format: their buffers are among the working bytes."""
+        """Capabilities of the estimate. There is no activation format: message buffers are working bytes."""
         return CostCapabilities(
             replica_collectives=ReplicaCollectives.of_zero(self.strategy.zero_stage, ep=self.strategy.ep),
             prices_pieces=self.base.facts.prices_pieces,
@@ -108,7 +106,7 @@ class EstimatedCosts(CostModel):
         )
 
     def with_topology(self, topology: Topology | None) -> tuple[EstimatedCosts, Topology]:
-        """Return the costs over their own topology. Raises ConfigError for another one."""
+        """Return the costs and their own topology. Raises ConfigError for another one."""
         if topology not in (None, self.topology):
             raise ConfigError(
                 f"an estimate of {self.topology} cannot be placed over {topology}: estimate that strategy"
@@ -116,18 +114,18 @@ class EstimatedCosts(CostModel):
         return self, self.topology
 
     def at_width(self, width: int) -> EstimatedCosts:
-        """Return the costs at degree 1. Raises ConfigError above it: the strategy has a degree of its own, `cp`."""
+        """Return the costs as they are. Raises ConfigError for a degree above 1: the strategy has its own, `cp`."""
         if width > 1:
             raise ConfigError(f"an estimate of cp {self.strategy.cp} has no width {width}: estimate cp {width}")
         return self
 
     @property
     def layers_per_stage(self) -> IntArray:
-        """Layers of both sides, shape (S,)."""
+        """Layers of encoder and decoder together, shape (S,)."""
         return np.array(list(map(sum, self.base.layout.pairs)), np.int64)
 
     def join_stages(self, of_stages: npt.NDArray[Any], join: np.ufunc = np.add) -> npt.NDArray[Any]:
-        """Join the values of each pipeline rank's stages, along the first axis."""
+        """Reduce the first axis from stages to pipeline ranks: `join` (default: add) each rank's stages."""
         return reduce_to_ranks(of_stages, self.topology.stage_ranks, join)
 
     def explain_refusal(self, micro_batch: MicroBatch) -> str:
@@ -152,14 +150,14 @@ class EstimatedCosts(CostModel):
         ).refuse(costs.infeasible)
 
     def count_message_bytes(self, costs: MicroBatchCosts) -> IntArray:
-        """Return the bytes of message buffers on every stage: two per direction on either side."""
+        """Return the bytes of message buffers, (S, M): four of the larger message that the stage sends or receives."""
         padded = np.zeros((self.num_stages + 1, costs.num_micro_batches), np.int64)
         padded[1:-1] = costs.transfer_bytes
         either: IntArray = 4 * np.maximum(padded[:-1], padded[1:])
         return either
 
     def count_head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
-        """Return the part of each stage's stored bytes that is the head's: norm, logits; shape (S, M)."""
+        """Return the stored bytes of the head (final norm, logits) on every stage, (S, M)."""
         if not self.plain:
             return self.base.count_head_bytes(micro_batches)
         is_last = np.arange(self.num_stages)[:, None] == self.num_stages - 1
@@ -222,7 +220,8 @@ def _time_ring(link: Link, size: int, num_bytes: Any, *, times: int = 1, count: 
 
 
 def time_ring_s(num_bytes: float, link: Link, size: int, *, times: int = 1) -> float:
-    """Return the seconds of one collective over `size` ranks, as `_time_ring` counts it."""
+    """Return the seconds of one collective over a ring. `times`: 1 for a gather, a scatter or an all-to-all, 2 for a
+    sum."""
     return _time_ring(link, size, num_bytes, times=times) / 1e9 if size > 1 and num_bytes else 0.0
 
 
@@ -235,7 +234,7 @@ def estimate_costs(
     recipe: StateRecipe,
     layout: Layout = "padded",
 ) -> EstimatedCosts:
-    """Return the costs under a strategy. Raises ConfigError for sizes that do not divide over it."""
+    """Return the costs of training under a strategy. Raises ConfigError for sizes that do not divide over it."""
     topology = strategy.weight_topology
     tp = topology.tp
     require_whole_layers(topology.layers_per_stage, "an estimate")

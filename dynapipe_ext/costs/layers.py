@@ -32,8 +32,7 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 
 def check_grids(grids: Mapping[tuple[Recompute, LayerKind], Grid]) -> None:
-    """Check that layers and recomputation modes of grids are known, and that they have the right columns. Raises
-    ConfigError."""
+    """Raise ConfigError for grids of unknown layers or recomputation modes, and for missing or unknown columns."""
     if not grids:
         raise ConfigError("a cost table needs at least one grid")
     for (recompute, kind), grid in grids.items():
@@ -52,7 +51,7 @@ def check_grids(grids: Mapping[tuple[Recompute, LayerKind], Grid]) -> None:
 
 
 def check_bytes(*tables: Mapping[Any, float]) -> None:
-    """Check that all bytes are from 0 to INFEASIBLE. Raises ConfigError."""
+    """Raise ConfigError for bytes below 0 or above INFEASIBLE."""
     for name, size in itertools.chain.from_iterable(table.items() for table in tables):
         if not 0 <= size <= INFEASIBLE:
             raise ConfigError(f"bytes of {name} are {short(size)} but must be 0 to {INFEASIBLE:,}: measure again")

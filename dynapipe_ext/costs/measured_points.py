@@ -1,4 +1,4 @@
-"""Points of all measured grids together, and the bytes at them, made to grow: the base of bounds over all plans."""
+"""Measured points of all grids of a table, with bounds of times and bytes there: the base of bounds over all plans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MORE_ROWS = (*range(1, 16), 20, 24, 28, 40, 48, 56)
 
 @lru_cache(maxsize=8)
 def make_points(table: CostTable, stage_ranks: tuple[int, ...], split: bool, least: CostModel | None) -> TablePoints:
-    """Return the points of a table, with times priced by `least` if given; they depend on no batch and are cached."""
+    """Return the measured points of a table, with times by `least` if given. They depend on no batch and are cached."""
     axes = _merge_axes(table)
     shape = tuple(map(len, axes))
     rows, enc, dec = points = tuple(x.ravel() for x in np.meshgrid(*axes, indexing="ij"))

@@ -30,12 +30,12 @@ TABLES = (*_REFUSED, "transfer_ns", "transfer_bytes")
 class MicroBatchCosts:
     """Costs of M micro-batches on S stages. Integers only, so that plans are equal on every machine.
 
-    Arrays of shape (S, M): `forward_ns`, `backward_ns` (the full backward, with recomputation), `weight_ns` (the part W
-    of a split backward, which can be put off: B = I + W), `stored_bytes` (held from F to B, or to W if split),
-    `working_bytes` (needed in addition while one layer runs). Shape (S - 1, M): `transfer_ns` and `transfer_bytes` over
-    the boundary between stages s and s + 1, in either direction. Shape (S,): `static_bytes` (weights, gradients,
-    optimizer states). `working_in`: the actions that need the working bytes, "FBI", or "F" if only forwards were
-    measured."""
+    Of shape (S, M): `forward_ns`, `backward_ns` (the full backward, with recomputation) and `weight_ns` (the part W of
+    a split backward, which can be put off: B = I + W). Also (S, M): `stored_bytes` (held from F to B, or to W if split)
+    and `working_bytes` (needed in addition while one layer runs). Of shape (S - 1, M): `transfer_ns` and
+    `transfer_bytes` over the boundary between stages s and s + 1, in either direction. Of shape (S,): `static_bytes`
+    (weights, gradients, optimizer states). `working_in`: the actions that need the working bytes, "FBI", or "F" if only
+    forwards were measured."""
 
     forward_ns: IntArray
     backward_ns: IntArray
@@ -69,7 +69,7 @@ class MicroBatchCosts:
 
     @property
     def infeasible(self) -> BoolArray:
-        """Which micro-batches cannot run, booleans of shape (M,)."""
+        """Flags of micro-batches that cannot run, booleans of shape (M,)."""
         return np.asarray((self.forward_ns >= INFEASIBLE).any(axis=0))
 
     def refuse(self, refused: BoolArray) -> MicroBatchCosts:
@@ -199,10 +199,10 @@ class CostCapabilities:
 
     `has_decoder`: samples have a decoder side; None: any tokens are priced. `total_layers`: those of all stages; None:
     stages are priced as they are. `replica_collectives`, `activation_format`: what training sends over replicas, what
-    messages hold; None: unknown. It can price `prices_halves`: stages cut inside a layer, `prices_spread`: a vocabulary
-    over pipeline ranks, `prices_pieces`: pieces of samples, `slices_head`: a chunked head. `width`: ranks that share
-    each priced micro-batch (context parallel). `offload`: states kept on the host. `sharded_state_bytes`: bytes of
-    states that are divided over replicas, per byte of parameters. `measured_sizes`: the measured model's, named as in
+    messages hold; None: unknown. It can price `prices_halves`: stages cut inside a layer, `prices_spread`: vocabulary
+    parallelism, `prices_pieces`: pieces of samples, `slices_head`: a chunked head. `width`: ranks that share each
+    priced micro-batch (context parallel). `offload`: states kept on the host. `sharded_state_bytes`: bytes of states
+    that are divided over replicas, per byte of parameters. `measured_sizes`: the measured model's, named as in
     `Architecture`."""
 
     has_decoder: bool | None = None
@@ -417,7 +417,7 @@ def no_width(who: str, width: int) -> ConfigError:
 
 
 def check_numbers(values: Any, **bounds: tuple[float, float]) -> None:
-    """Check that the named fields of `values` are within their (least, most) bounds. Raises ConfigError."""
+    """Raise ConfigError if a named field of `values` is not within its (least, most) bounds."""
     for name, (least, most) in bounds.items():
         if not least <= (value := getattr(values, name)) <= most:
             raise ConfigError(f"{name} is {short(value)} but must be {least:g} to {most:g}: give such a number")

@@ -48,7 +48,8 @@ class StateBytes:
 
 
 def check_states(recipe: str, zero_stage: int, offload: str = "none") -> None:
-    """Check that recipe, ZeRO stage and offload are known and go together. Raises ConfigError."""
+    """Raise ConfigError for an unknown recipe, ZeRO stage or offload, and for an offload that the stage does not
+    have."""
     if recipe not in RECIPES:
         raise ConfigError(f"states recipe {recipe!r} is not known: give one of {', '.join(RECIPES)}")
     if zero_stage not in ZERO_STAGES:
@@ -113,7 +114,7 @@ def state_bytes(
 
 
 def check_topology(a: Architecture, topology: Topology, ep: int = 1) -> None:
-    """Check that ranks divide all sizes of the model, and that its layers fill the stages. Raises ConfigError."""
+    """Raise ConfigError if ranks do not divide a size of the model, or its layers do not fill the stages."""
     if has_decoder := a.num_decoder_layers > 0:
         require_whole_vocabulary(topology, "a model with a decoder side")
     _ = lay_out(a.num_layers, a.total_layers, topology)
@@ -131,7 +132,7 @@ def check_topology(a: Architecture, topology: Topology, ep: int = 1) -> None:
 
 
 def refuse_undivided_vocabulary(a: Architecture, topology: Topology) -> None:
-    """Check that ranks divide the vocabulary, and a tied head like its embedding. Raises ConfigError."""
+    """Raise ConfigError if ranks do not divide the vocabulary, or a tied head not like its embedding."""
     if topology.vocabulary == "whole":
         return
     if a.tied_embeddings and topology.vocabulary == "head":

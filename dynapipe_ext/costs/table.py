@@ -1,4 +1,4 @@
-"""Costs interpolated from measured per-layer grids."""
+"""Costs interpolated between measurements of single layers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ VALUE_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostTable(CostModel):
-    """Measured costs of one layer of each kind, laid out over the stages of a topology.
+    """Measured costs of one layer of each kind, summed over the layers of each stage of a topology.
 
     `grids[recompute, kind]` has the columns `COLUMNS` (postprocess, the LM head: the two times at least) over the axes
     rows and encoder_len (the head: rows and output length), for decoder layers rows, encoder_len and decoder_len. A
@@ -81,30 +81,28 @@ class CostTable(CostModel):
     split backward is as measured, else `split_w` of the backward.
 
     Grids and parameter bytes of "attention" and "mlp", of an encoder layer, price stages that are cut between the two.
-    Parts of a head over pipeline ranks take their share of the measured head.
+    With vocabulary parallelism each part of a head takes its share of the measured head.
 
     `packed_layers`: bytes of a layer on packed rows, if they are above those of the padded shape. `packed_bytes`, of
-    older tables: stored bytes of packed rows over those of the padded shape, by recomputation (else 1). `once_bytes`:
-    for each encoder position, what the stage where the encoder ends stores in addition to its layers ("encoder"), and
-    what every stage with decoder layers does ("decoder"; else 0). `state_parts`: bytes of states for each byte of
-    parameters, on every replica and divided over replicas.
+    older tables: stored bytes of packed rows / those of the padded shape, by recomputation mode (else 1). `once_bytes`:
+    what is stored in addition to layers per encoder position, where the encoder ends ("encoder"), and on every stage
+    with decoder layers ("decoder"; else 0). `state_parts`: bytes of states per byte of parameters, first on every
+    replica, then divided over replicas.
 
-    A message takes `comm_latency_us` and its bytes at `comm_gbps` between any two ranks or, given `links`, what the
-    link of its boundary takes.
+    A message between any two ranks takes `comm_latency_us` and its bits at `comm_gbps` (10^9 bits/s). With `links` it
+    takes the time of its stage boundary's link.
 
     Between grid points costs are multilinear. Below the grid a shape costs what the smallest point costs. Above it, or
-    next to a point that was not measured, `evaluate` raises PlanError and `evaluate_shapes` answers INFEASIBLE.
+    next to a point that was not measured, `evaluate` raises PlanError and `evaluate_shapes` returns INFEASIBLE.
 
-    Packed rows have no axis of their own: they are priced as `_find_equivalent_shapes` says. If that leans on a point
-    that was not measured, it is priced by the next smaller measured number of rows, in proportion. A piece of a long
-    sample is a document of such a row and takes what `pieces` adds; without them it has no price.
+    Packed rows have no axis of their own: they are priced as `_find_equivalent_shapes` says. If that needs a point that
+    was not measured, they are priced by the next smaller measured number of rows, in proportion. A piece of a long
+    sample is priced as a document of such a row plus `pieces`; without these it has no price.
 
-    At a context-parallel degree above 1 a rank takes its share of the time of whole rows: rows of its share of
-    positions were measured, but attend to less. What attention exchanges comes on top: `blocks` of the degrees that
-    were measured say how long that takes, and what slices take beyond their share; other degrees then have no price.
-    Without any it is counted over `links` (without them, `comm_gbps`). Bytes are the larger of a share of the full
-    row's bytes and a shorter row's bytes.
-    """
+    At a context-parallel degree above 1 a rank takes its share of the time of full rows. Exchanges in attention come on
+    top. `blocks`, by measured degree, have the time of these and a layer's overhead on position shards; other degrees
+    then have no price. Without any `blocks` exchanges are counted over `links` (without them, `comm_gbps`). Bytes are
+    the larger of a share of the full row's bytes and a shorter row's bytes."""
 
     LATER_FIELDS: ClassVar = (  # older files do not have them (`codec.py`)
         "num_decoder_layers", "links", "state_parts", "value_bytes", "packed_bytes", "once_bytes", "pieces", "blocks",
@@ -174,7 +172,7 @@ class CostTable(CostModel):
 
     @property
     def facts(self) -> CostCapabilities:
-        """Capabilities of the table. What replicas issue is unknown: only layers were measured."""
+        """Capabilities of the table. Collectives of replicas are unknown: only layers were measured."""
         dtype = DTYPE_OF_WIDTH[self.value_bytes]
         described = self.provenance.get("model")
         sizes = dict(described) if isinstance(described, Mapping) else {}
@@ -208,7 +206,7 @@ class CostTable(CostModel):
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """The recomputation types that were measured for all kinds of layers on these stages."""
+        """The recomputation modes that were measured for all kinds of layers on these stages."""
         kinds = ["encoder", *["decoder"] * self.has_decoder, *(HALVES if self.topology.has_half_layers else ())]
         return tuple(r for r in LAYER_RECOMPUTES if all((r, kind) in self.grids for kind in kinds))
 
@@ -222,7 +220,7 @@ class CostTable(CostModel):
         return lay_out(self.num_layers, self.total_layers, self.topology)
 
     def with_topology(self, topology: Topology | None) -> tuple[CostTable, Topology]:
-        """Return the same measurements over other stages; the tensor-parallel degree is part of what was measured."""
+        """Return the same measurements over other stages. Raises ConfigError unless `tp` is as measured."""
         topology = topology or self.topology
         if topology.tp != self.topology.tp:
             raise ConfigError(
@@ -231,7 +229,7 @@ class CostTable(CostModel):
         return replace(self, topology=topology), topology
 
     def at_width(self, width: int) -> CostTable:
-        """Return the costs at a degree. Raises ConfigError for tables without the sizes of heads."""
+        """Return the costs at a context-parallel degree. Raises ConfigError if it or the heads' sizes are unknown."""
         return replace(self, topology=self.topology.at_width(width))
 
     @property
@@ -277,7 +275,7 @@ class CostTable(CostModel):
         )
 
     def price(self, features: Features) -> MicroBatchCosts:
-        """Price micro-batches; every cost of a shape outside the grid is INFEASIBLE."""
+        """Return the costs of micro-batches or shapes; those outside the grids are INFEASIBLE."""
         layout, again, sizes = self.layout, split_kinds(features.recompute)[0] == "stage", count_packed_sizes(features)
         shapes, is_packed = self._find_equivalent_shapes(features, sizes), sizes[0] > 0
         ms_and_mb, in_table = self._price_kinds(features, shapes, sizes)
@@ -416,8 +414,8 @@ class CostTable(CostModel):
         return total, in_table
 
     def count_static_bytes(self) -> IntArray:
-        """Return weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes
-        x (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1."""
+        """Return the bytes of weights, gradients and optimizer states, (S,), by `state_parts`. Default: parameter bytes
+        x (2 + 6 / dp), of 16-bit weights and gradients and ZeRO stage 1."""
         here, sharded = self.state_parts
         total = count_parameters_by_stage(self.layout, self.parameter_bytes)
         return np.rint(total * (here + sharded / self.topology.dp)).astype(np.int64)
@@ -450,7 +448,7 @@ class CostTable(CostModel):
             raise DataError(f"cost table cannot be read: {type(error).__name__} {error}") from error
 
     def fingerprint(self) -> str:
-        """Return a hash of everything but the provenance."""
+        """Return a hash of all fields but `provenance`."""
         return fingerprint({key: value for key, value in self.to_json().items() if key != "provenance"})
 
     @classmethod
@@ -463,11 +461,12 @@ class CostTable(CostModel):
         num_layers: int,
         hidden_size: int | None = None,
     ) -> CostTable:
-        """Return the table of `model` in the CSV form of DynaPipe's published A100 measurements, at the topology's tp.
+        """Read `model` from the CSV files of DynaPipe's published A100 measurements, at the topology's tensor-parallel
+        degree.
 
-        Attention and MLP were not measured apart: they have their parts of a layer by their FLOPs (`halve_grids`).
-        Their peaks are those of forwards: working bytes count in F only, as in their own planner.
-        """
+        Attention and MLP were not measured separately: they have shares of a layer by their FLOPs (`halve_grids`).
+        Peaks were measured in forwards only, so working bytes count in F only, as in DynaPipe's own planner. Raises
+        DataError or ConfigError for files that cannot be read, or another degree."""
         hidden_size = hidden_size or find_hidden_size(model)
         grids, parameter_bytes = read_layers(Path(directory), model, topology.tp, hidden_size)
         return cls(

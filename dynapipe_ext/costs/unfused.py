@@ -1,7 +1,6 @@
-"""Bytes that Megatron's plain ("local") layers keep: torch operators one by one, without fused kernels.
+"""Bytes that Megatron's plain ("local") layers store: torch operators one by one, without fused kernels.
 
-Counted operator by operator, as `dynapipe train` runs on a CPU: more than the fused kernels of accelerators keep.
-"""
+They are counted operator by operator, as `dynapipe train` runs on a CPU: more than fused kernels store."""
 
 from __future__ import annotations
 
@@ -21,15 +20,14 @@ _IDS = 25  # bytes per token: ids (8) and labels (8), weights and losses (8), a 
 
 
 def counts_plain_layers(a: Architecture) -> bool:
-    """Return whether a model's layers are counted: those of experts, latent attention and capped scores are not."""
+    """Return whether a model's plain layers are counted: not of experts, pairs, latent attention or capped scores."""
     return not (a.num_experts or a.num_decoder_layers or a.attention_softcap or a.latent)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLayers:
-    """Bytes of the decoder-only model of `base` on one rank. `packed`: documents end to end, whose attention is
-    called one by one and joined.
-    """
+    """Bytes of a decoder-only model, `base`, on one rank. `packed`: of packed rows, with attention one document at a
+    time."""
 
     base: AnalyticCosts
     packed: bool
@@ -40,10 +38,9 @@ class PlainLayers:
         return self.base.architecture, self.base.topology.tp, self.base.activation_bytes_per_value
 
     def count_bytes(self, features: Features, transfer_bytes: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the stored and the working bytes of micro-batches, of every stage.
+        """Return the stored and the working bytes of micro-batches on every stage, (S, M) each.
 
-        When a layer runs backwards the head's bytes are gone, and at the end the layers' too.
-        """
+        When B of a layer runs, the head's bytes are free again, and after all layers theirs, too."""
         a, tp, v = self._sizes
         tokens, positions, pieces = features.positions[0], features.shapes[1], features.pieces
         recompute, asks_chunks = split_kinds(features.recompute)
@@ -71,7 +68,7 @@ class PlainLayers:
         return stored, working + (layers > 0) * (a_position * v * pieces.joined)
 
     def count_head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
-        """Return the part of the last stage's stored bytes that is the head's, shape (M,)."""
+        """Return the head's part of the last stage's stored bytes, (M,)."""
         features = Features.from_micro_batches(micro_batches)
         recompute, asks_chunks = split_kinds(features.recompute)
         positions = features.positions[0] * (recompute != "stage")
