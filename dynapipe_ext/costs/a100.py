@@ -1,4 +1,4 @@
-"""The CSV form of DynaPipe's published A100 measurements (arXiv 2311.10418)."""
+"""Reader of DynaPipe's published A100 measurements in CSV files (arXiv 2311.10418)."""
 
 from __future__ import annotations
 

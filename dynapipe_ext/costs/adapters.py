@@ -35,7 +35,7 @@ def price_adapters(
     """Return `base`, costs of training all weights over `topology`, adjusted to training only the adapters of `lora`.
 
     Bytes of states follow from `recipe`, `zero_stage`, `num_moments`, `exact_sums` (of deterministic mode) and the
-    offload of `base`. An adapted layer stores r values per token, and with dropout what remains of its input and the
+    offload of `base`. Each adapter stores r values per token, and with dropout also its input after that and the
     dropout's factors. These values are as wide as weights; they are not added if `base` was measured with these
     adapters. The adapters' own forward, r (inputs + outputs) products per token, is not counted: about a hundredth."""
     require_whole_vocabulary(topology, "a model with adapters")

@@ -34,7 +34,7 @@ _MAX_BYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class FrozenWeights:
-    """Frozen weights, as with adapters: stage s trains `trained_shares[s]` (0 to 1) of its weights' products.
+    """Frozen weights, as with adapters: stage s trains the share `trained_shares[s]`, 0 to 1, of weight-gradient FLOPs.
 
     A frozen weight has no gradient: W, and B by as much, are shorter by the share of frozen weights, under full
     recomputation too. All else is per stage. `static_bytes` replace those of the prices (empty: they stay), as frozen
@@ -79,8 +79,7 @@ class FrozenWeights:
     def bind(self, costs: MicroBatchCosts, plain: MicroBatchCosts) -> MicroBatchCosts:
         """Return times at measured points such that interpolation between them never exceeds the adjusted times.
 
-        W that is cut off at B is not linear between points. If that happens, a stage keeps the trained share of B
-        only."""
+        W that is cut off at B is not linear between points. If that happens, only the trained share of B counts."""
         weight_ns = np.where(plain.infeasible, costs.weight_ns, np.maximum(plain.weight_ns, costs.weight_ns))
         is_cut = ((weight_ns >= costs.backward_ns) & ~costs.infeasible).any(axis=1, keepdims=True)
         backward_ns = np.floor(costs.backward_ns - self._frozen * np.where(is_cut, costs.backward_ns, weight_ns))

@@ -45,7 +45,8 @@ _NOT_OF_PAIRS = ("flash", "zero_stage", "state_recipe", "ep", "links", "capacity
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAdapters:
-    """Measured / counted stored bytes, of layers and of the head, if only the adapters of this name train."""
+    """Measured / counted stored bytes, of layers (`layer_bytes_factor`) and of the head (`head_bytes_factor`), if only
+    the adapters of this name train."""
 
     adapters: str
     layer_bytes_factor: float
@@ -221,7 +222,8 @@ class AnalyticCosts(CostModel):
         return lay_out(self.architecture.num_layers, self.architecture.total_layers, self.topology)
 
     def with_topology(self, topology: Topology | None) -> tuple[AnalyticCosts, Topology]:
-        """Return the same model, rates and factors over another topology, and it with layers on its stages."""
+        """Return the same model, rates and factors over another topology, and this topology with layers on its
+        stages."""
         if topology is None:
             return self, self.topology
         topology = topology.with_layers(self.architecture.total_layers)

@@ -67,7 +67,7 @@ class BlockAttention:
 
     @property
     def head_ranks(self) -> int:
-        """The largest power of two that divides both the width and the query heads."""
+        """The number of shares of query heads: the largest power of two that divides both these and `width`."""
         return math.gcd(self.width, self.num_heads)
 
     @property
@@ -81,8 +81,7 @@ class BlockAttention:
 
     @property
     def copied_values(self) -> float:
-        """Keys and values per position that a rank keeps beyond its position shard's: copied heads, gathered
-        positions."""
+        """Keys and values per position that a rank keeps beyond its position shard's: copies and gathered positions."""
         return max(0.0, self.kept_values - self.key_values / self.width)
 
     @property

@@ -72,8 +72,8 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in (_A100, _H100
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """A cluster of `nodes` x `gpus_per_node` devices. Memory is in 10^9 bytes. `reserved_gb` of each device is left to
-    the framework (contexts, communicators, fragmentation). `host_memory_gb`: of one node; 0: unknown, then the usual
-    250 GB per device count. Raises ConfigError for a figure outside of its range."""
+    the framework (contexts, communicators, fragmentation). `host_memory_gb`: of one node; 0: unknown, 250 GB per device
+    are assumed. Raises ConfigError for a figure outside of its range."""
 
     device: Device
     nodes: int

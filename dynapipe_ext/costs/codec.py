@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 def to_json(value: Any) -> Any:
-    """Return a value of plain types, mappings, tuples and dataclasses as JSON."""
+    """Return a value made of plain types, mappings, tuples and dataclasses as JSON."""
     match value:
         case Architecture() | Grid():
             return to_json(value.to_json())

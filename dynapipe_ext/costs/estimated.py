@@ -150,7 +150,7 @@ class EstimatedCosts(CostModel):
         ).refuse(costs.infeasible)
 
     def count_message_bytes(self, costs: MicroBatchCosts) -> IntArray:
-        """Return the bytes of message buffers, (S, M): four of the larger message that the stage sends or receives."""
+        """Return the bytes of message buffers, (S, M): four times the larger message that a stage receives or sends."""
         padded = np.zeros((self.num_stages + 1, costs.num_micro_batches), np.int64)
         padded[1:-1] = costs.transfer_bytes
         either: IntArray = 4 * np.maximum(padded[:-1], padded[1:])

@@ -95,10 +95,10 @@ class PointTable:
         return cls(some, np.array(numbers), ((some, extend(some, 2)), (longer, extend(longer, 2))))
 
     def find_min(self, place: SamplePlace, fits: BoolArray | None) -> FloatArray:
-        """Return the minimum, (n,), over all shapes that each sample fits into, with numbers of rows for which `fits`
-        (K x R, n).
+        """Return the minimum, (n,), over all shapes that hold each sample, with numbers of rows that `fits` (K x R, n).
 
-        If a shape is longer on one side, its value is bounded by those at the two points around the other side."""
+        If shapes are longer than the sample on one side only, their minimum is bounded at the other side's two
+        points."""
         best = np.min([place.interpolate(self.longer[i][j], bool(i), bool(j)) for i in (0, 1) for j in (0, 1)], axis=0)
         if fits is not None:
             best = np.where(fits[self.rows_of], best, NEVER_NS)
@@ -112,7 +112,8 @@ class TablePoints:
     lengths (`find_batch_floor` has the argument). Ranks with equal work share a table: rank r has `work[work_of[r]]`.
 
     `needed`: for some stages, (bytes (K x R, E, D), static bytes) of activations that one micro-batch by itself holds
-    there at some time. These bytes grow with rows and lengths: each is the minimum over all larger shapes."""
+    there at some time, by K recomputation modes x R numbers of `rows`. These bytes grow with rows and lengths: each is
+    the minimum over all larger shapes."""
 
     rows: FloatArray
     axes: tuple[FloatArray, FloatArray]
@@ -142,8 +143,7 @@ class TablePoints:
         return SamplePlace((between[0], between[1]), (longer[0], longer[1]), outside)
 
     def fits(self, place: SamplePlace, limit_bytes: int) -> BoolArray:
-        """Return which numbers of rows with the samples' own lengths could fit into memory as one micro-batch: (K x R,
-        n).
+        """Return which numbers of rows of the samples' own lengths could fit in memory as one micro-batch: (K x R, n).
 
         Between two numbers the larger one counts as well, unless they are consecutive."""
         num_rows = len(self.rows)

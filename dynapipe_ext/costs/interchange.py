@@ -48,7 +48,7 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
 
 
 def run_costs_to_json(model: CostModel, num_cores: int | None) -> dict[str, Any]:
-    """Return a cost model as JSON, with the cores that all ranks of its run shared (None: each had a device)."""
+    """Return a cost model as JSON, with the CPU cores that all ranks of its run shared (None: each had a device)."""
     return cost_model_to_json(model) | ({} if num_cores is None else {_NUM_CORES: num_cores})
 
 

@@ -68,7 +68,7 @@ class Links:
         return self.intra if within else self.inter
 
     def crosses_nodes(self, topology: Topology, from_pp_rank: int, to_pp_rank: int) -> bool:
-        """Return whether any rank of one pipeline rank has its peer on another node, as the slowest link sets the pace.
+        """Return whether any rank's peer at the other pipeline rank is on another node: the slowest link sets the pace.
 
         >>> links = Links(intra=Link(0, 3e11), inter=Link(0, 5e10), ranks_per_node=4)
         >>> [links.crosses_nodes(Topology(tp=2, pp=4), s, s + 1) for s in range(3)]
@@ -89,7 +89,7 @@ class Links:
         )
 
     def transfer_ns(self, topology: Topology, num_bytes: IntArray) -> IntArray:
-        """Return ns over each stage boundary of messages of `num_bytes`, (S - 1, M); 0 between stages on one rank."""
+        """Return ns of messages of `num_bytes`, (S - 1, M), over each stage boundary; 0 between stages on one rank."""
         rows = [
             np.zeros_like(row) if link is None else link.transfer_ns(row)
             for link, row in zip(self.list_boundaries(topology), num_bytes, strict=True)

@@ -18,10 +18,11 @@ Seconds = tuple[tuple[int, float], ...]  # of exchanges, after the bytes that a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredBlock:
-    """Exchanges and overhead of context-parallel groups of one degree. Links are of the bytes that a rank receives from
-    the others: `even`, if all ranks receive different data (all-to-all, queries by heads), `gathered`, if all receive
-    the same (all-gather, keys and values). `tax`: a layer's time on position shards, without exchanges, / its share of
-    the time on full rows - 1. It comes from smaller kernels, copies, and work that is not divided."""
+    """Exchanges and overhead of context-parallel groups of one degree. Two links give times of exchanges by the bytes
+    that a rank receives from the other ranks. `even`: all ranks receive different data (all-to-all, queries by heads);
+    `gathered`: all receive the same data (all-gather, keys and values). `tax`: a layer's time on position shards,
+    without exchanges, / its share of the time on full rows - 1. It comes from smaller kernels, copies, and work that is
+    not divided."""
 
     even: Link
     gathered: Link

@@ -118,7 +118,7 @@ class MicroBatchCosts:
 
     @classmethod
     def choose(cls, kinds: Sequence[MicroBatchCosts], kind: IntArray, columns: IntArray) -> MicroBatchCosts:
-        """Return the costs whose micro-batch m is number `columns[m]` of `kinds[kind[m]]`; static bytes are of
+        """Return the costs whose micro-batch m is number `columns[m]` of `kinds[kind[m]]`, with static bytes of
         `kinds[0]`."""
         first, chosen = kinds[0], [np.flatnonzero(kind == index) for index in range(len(kinds))]
 

@@ -19,8 +19,8 @@ _GROWS_WITH: Mapping[LayerKind, tuple[int, ...]] = {"encoder": (0, 1, 3), "decod
 
 def count_packed_sizes(features: Features) -> FloatArray:
     """Return the sizes that bytes of packed rows grow with, (6, M): 1, positions of encoder and decoder, squared
-    lengths of encoder and decoder documents, and encoder x decoder. Rows that are padded or attended to in full have
-    zeros."""
+    lengths of encoder and decoder documents, and encoder x decoder. All are 0 for rows that are not packed, and for
+    rows that are attended to in full."""
     is_packed = np.zeros(features.positions.shape[1], bool)
     if features.micro_batches:
         is_packed[:] = [m.layout == "packed" and m.attention != "row" for m in features.micro_batches]
@@ -37,7 +37,8 @@ def slice_sizes(sizes: FloatArray, width: int) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayer:
-    """Bytes that a layer stores of a packed row, and its peak: coefficients for the 6 `count_packed_sizes`."""
+    """Bytes that one layer stores of a packed row, and its peak while it runs: coefficients in bytes for each of the 6
+    sizes of `count_packed_sizes`."""
 
     stored_bytes: tuple[float, ...]
     peak_bytes: tuple[float, ...]

@@ -56,10 +56,12 @@ class SampleInPieces:
 
 @dataclass(frozen=True, slots=True)
 class PairGrowth:
-    """A cost own_squared q^2 + before p + attended q p of a piece of q positions after p others; no factor is negative.
+    """A cost in ns or bytes of a piece of q positions after p earlier ones: own_squared q^2 + before p + attended q p.
+    No coefficient is negative.
 
-    For a sample's first piece it is 0, which costs as much as a document. Kernels skip masked work of a document but
-    not of a piece's own positions: hence the first term. The second is of keys and values of all positions so far."""
+    It is 0 for a sample's first piece, since that costs as much as a document. Kernels skip masked work of a document
+    but not of a piece's own positions: hence the first term. Keys and values of all positions so far cause the
+    second."""
 
     own_squared: float = 0.0
     before: float = 0.0
@@ -147,9 +149,8 @@ class PieceSurcharges:
         _check("kept_values of pieces", self.kept_values)
 
     def find_attended_ns(self, layers: IntArray, stage_ranks: tuple[int, ...], width: int) -> tuple[float, ...]:
-        """Return ns of F + B per pair of a piece's position and one before it, by pipeline rank: the least over
-        recomputation modes. `layers`: on each stage. Each of `width` ranks of a context-parallel group has its
-        share."""
+        """Return the least ns of F + B, over recomputation modes, per pair of a piece's position and an earlier one, by
+        pipeline rank. `layers`: on each stage. Each of `width` ranks of a context-parallel group has its share."""
         modes = self.by_recompute.values()
         least_ns = min(one.forward_ns.attended + one.backward_ns.attended for one in modes)
         held = [layers[np.equal(stage_ranks, rank)].sum() for rank in sorted(set(stage_ranks))]

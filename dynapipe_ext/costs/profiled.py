@@ -87,7 +87,7 @@ class ProfileRange:
 
     @property
     def parts(self) -> tuple[ModelPart, ...]:
-        """The measured parts of the model. The part before the head, which is last, depends on all sizes of a shape."""
+        """The measured parts of the model: "layer" and "head", or "encoder", "decoder" and "head"."""
         return ("encoder", "decoder", "head") if self.max_decoder_len else ("layer", "head")
 
     @property
@@ -123,8 +123,10 @@ class ProfileRange:
         return inside and rows * sum(lengths) <= self.most_tokens
 
     def list_first(self) -> list[MeasuredShape]:
-        """List the shapes to measure first, fewest tokens first: small ones tell how long large ones will take. They
-        have one row, or as many as fit, of the shortest, longest and geometric mean length; one is the middle."""
+        """List the shapes to measure first, fewest tokens first: small ones tell how long large ones will take.
+
+        One row of the shortest and longest lengths. As many rows as fit of the shortest, longest and geometric mean
+        lengths; with the latter, also the geometric mean of rows."""
         most = self.most_tokens
         middle = tuple(round_up(round((least * most) ** 0.5), self.multiple) for least, most in self.sides)
         ends = list(itertools.product(*self.sides))
@@ -178,12 +180,12 @@ class ProfileRange:
         return [MicroBatch(row, "packed", recompute, pad_multiple=self.multiple) for row in samples]
 
     def list_sliced(self, count: int) -> list[MeasuredShape]:
-        """List up to `count` shapes within `max_tokens` that are priced by heads in several slices only."""
+        """List up to `count` shapes within `max_tokens` whose price depends only on heads in several slices."""
         shapes = [s for s in self.list_grid(3, 3) if s[0] * s[-1] >= _CELL * HEAD_SLICE]
         return _spread_over([s for s in shapes if _count_tokens(s) <= self.max_tokens], count)
 
     def list_first_sliced(self) -> list[MeasuredShape]:
-        """List 3 shapes, or as many as there are, with several slices of the head: fewer give it no price."""
+        """List shapes with several slices of the head: as many as `Profile.slices_head` needs, or all there are."""
         shapes = reversed(self.list_grid(_PER_DOUBLING, _PER_DOUBLING))
         seen = {reduce_shape("head", s): s for s in shapes if s[0] * s[-1] > HEAD_SLICE}
         return [seen[own] for own in _spread_over(sorted(sorted(seen), key=_count_tokens), _FEWEST)]
@@ -203,9 +205,9 @@ class ProfileRange:
 
 @dataclass(slots=True)
 class Profile:
-    """Measurements of a model. `points`: costs by part and recomputation mode, then by what `reduce_shape` leaves of a
-    shape; None: it did not fit in memory. `packed`: fitted bytes of layers on packed rows, by mode and layer. `pieces`:
-    samples in pieces by mode, for all modes or none. `blocks`: context-parallel groups by degree."""
+    """Measurements of a model. `points`: costs by (part, recomputation mode), then by what `reduce_shape` leaves of a
+    shape; None: it did not fit in memory. `packed`: fitted bytes of layers on packed rows, by (mode, layer). `pieces`:
+    samples in pieces by mode, for all modes or none. `blocks`: times of context-parallel groups by degree."""
 
     points: dict[MeasuredKind, dict[MeasuredShape, Measured | None]] = field(default_factory=dict)
     packed: dict[tuple[Recompute, LayerKind], PackedLayer] = field(default_factory=dict)
@@ -231,7 +233,7 @@ class Profile:
         return [s for s in self.list_shapes() if all(reduce_shape(part, s) in own for part, own in measured)]
 
     def find_errors(self, within: ProfileRange) -> dict[MeasuredShape, float]:
-        """Return the largest relative error of each shape's F and B times over all parts, by predictions from other
+        """Return the largest relative error of each shape's F and B times over all parts, predicted from other
         shapes."""
         worst: dict[MeasuredShape, float] = {}
         for kind, name in itertools.product(within.fullest_kinds, ("forward_s", "backward_s")):
@@ -243,8 +245,9 @@ class Profile:
         return worst
 
     def visit(self, shape: MeasuredShape, measure: TimedDevice, kinds: Sequence[MeasuredKind]) -> None:
-        """Measure each of `kinds` at a shape, unless it is measured already. A shape at least as large as one that did
-        not fit is noted as None without a measurement; the chunked head is measured only if it has several slices."""
+        """Measure each (part, recomputation mode) of `kinds` at a shape, unless it is measured already. A shape at
+        least as large as one that did not fit is noted as None without a measurement. The chunked head is measured only
+        if it has several slices."""
         for kind in kinds:
             points, own = self.points.setdefault(kind, {}), reduce_shape(kind[0], shape)
             if own not in points and (kind != _SLICED or _count_tokens(own) > HEAD_SLICE):
@@ -402,7 +405,8 @@ def make_cost_table(
 ) -> CostTable:
     """Return the cost table of a profile, on a dense grid, with all layers on one stage until `with_topology` places
     them. `value_bytes`: of a weight, 2 or 4. `tp`: the measured tensor-parallel degree. `distributed_optimizer`:
-    replicas share its states. The vocabulary counts as `architecture` has it (see `Architecture.padded`)."""
+    replicas share its states. `provenance`: notes that the table keeps. The vocabulary counts as `architecture` has it
+    (see `Architecture.padded`)."""
     a, head = architecture, _collect_columns(profile, _HEAD, within)
     grids: dict[tuple[Recompute, LayerKind], Grid] = {
         (kind[1], _LAYER_KINDS[kind[0]]): Grid.from_points(_collect_columns(profile, kind, within))

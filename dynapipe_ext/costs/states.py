@@ -48,8 +48,7 @@ class StateBytes:
 
 
 def check_states(recipe: str, zero_stage: int, offload: str = "none") -> None:
-    """Raise ConfigError for an unknown recipe, ZeRO stage or offload, and for an offload that the stage does not
-    have."""
+    """Raise ConfigError for an unknown recipe, ZeRO stage or offload, and for an offload that needs another stage."""
     if recipe not in RECIPES:
         raise ConfigError(f"states recipe {recipe!r} is not known: give one of {', '.join(RECIPES)}")
     if zero_stage not in ZERO_STAGES:
@@ -132,7 +131,7 @@ def check_topology(a: Architecture, topology: Topology, ep: int = 1) -> None:
 
 
 def refuse_undivided_vocabulary(a: Architecture, topology: Topology) -> None:
-    """Raise ConfigError if ranks do not divide the vocabulary, or a tied head not like its embedding."""
+    """Raise ConfigError if ranks do not divide the vocabulary, or divide a tied head but not its embedding."""
     if topology.vocabulary == "whole":
         return
     if a.tied_embeddings and topology.vocabulary == "head":

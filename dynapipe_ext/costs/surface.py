@@ -61,8 +61,9 @@ def reduce_shape(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
 def fit_surface(
     measured: Mapping[MeasuredShape, float], part: ModelPart = "layer", *, noise: float = NOISE
 ) -> Callable[[FloatArray], FloatArray]:
-    """Fit a cost surface to values at shapes. Return a function from shapes, (M, 2 or 3), to values, (M,): rates times
-    overhead, tokens, tokens x length and the like (`_list_terms`), summed, times a correction that follows the points.
+    """Fit a cost surface to values at shapes. Return a function from shapes, (M, 2 or 3), to values, (M,): a sum of
+    fitted rates x terms (1, tokens, tokens x length and the like, `_list_terms`), times a correction that follows the
+    points.
 
     The correction is a Gaussian process (Rasmussen and Williams 2006, ch. 2) of log(measured / sum), over doublings of
     rows and length. The function passes each point within the relative `noise` and fades into the sum between points.

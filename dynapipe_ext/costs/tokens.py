@@ -29,8 +29,8 @@ _MOST_A_TOKEN = 1 << 31  # so that the longest sample stays within 64 bits
 
 @dataclass(frozen=True, slots=True)
 class TokenCosts(CostModel):
-    """Times F = overhead + ns_per_token x tokens + ns_per_token_squared x sum(length^2) on each stage, B =
-    backward_ratio x F. W is half of the part of B that tokens take.
+    """Costs by a polynomial in tokens: F = overhead + ns_per_token x tokens + ns_per_token_squared x sum(length^2) on
+    each stage, B = backward_ratio x F. W is half of the part of B that tokens take.
 
     Padding counts as tokens. `stage_scale` (a factor per stage) makes stages unequal. Recomputation "full" adds one F
     to B and stores a tenth; "selective" adds the squared part and stores half; "stage" adds one F and stores only the
@@ -39,7 +39,7 @@ class TokenCosts(CostModel):
     Each of `width` ranks has its share of tokens and squares; exchanges take `width_tax` of that work on top.
 
     Without an overhead, plans would be of single samples. The default is the time of 100 tokens. Two samples are joined
-    if together they take at most a quarter more than the longer one: equal ones up to a third of the overhead, 33
+    if together they take at most a quarter more than the longer one: equal ones up to 1/3 of the overhead, 33
     tokens."""
 
     LATER_FIELDS: ClassVar = ("width", "width_tax")  # older files do not have them (`codec.py`)

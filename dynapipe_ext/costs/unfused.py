@@ -20,14 +20,15 @@ _IDS = 25  # bytes per token: ids (8) and labels (8), weights and losses (8), a 
 
 
 def counts_plain_layers(a: Architecture) -> bool:
-    """Return whether a model's plain layers are counted: not of experts, pairs, latent attention or capped scores."""
+    """Return whether a model's plain layers are counted: not with experts, a decoder, latent attention or capped
+    scores."""
     return not (a.num_experts or a.num_decoder_layers or a.attention_softcap or a.latent)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLayers:
-    """Bytes of a decoder-only model, `base`, on one rank. `packed`: of packed rows, with attention one document at a
-    time."""
+    """Bytes of a decoder-only model, `base`, on one rank. `packed`: rows are packed, with one attention call per
+    document."""
 
     base: AnalyticCosts
     packed: bool
