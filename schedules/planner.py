@@ -173,9 +173,9 @@ class Planner(PlanRules):
         )
 
     def plan(self, lengths: Sequence[SampleLength] | Sequence[int] | LengthArray, *, step: int = 0) -> StepPlan:
-        """Return the best plan found for one global batch.
+        """Return the best plan found for global batch number `step`, which is also a seed.
 
-        Raises PlanError with the sample or micro-batch that does not fit; DataError for bad lengths.
+        Raises PlanError if a sample or micro-batch does not fit, naming it; DataError for bad lengths.
         """
         samples = as_samples(lengths)
         _check_count("step", step)

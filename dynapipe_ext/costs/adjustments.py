@@ -205,7 +205,7 @@ class FittedTimes:
 
     @property
     def scales(self) -> list[float]:
-        """The `scale` of all corrections, and 1 for actions without one."""
+        """1, and the `scale` of every correction of every stage."""
         return [1.0, *(correction.scale for stage in self.corrections for correction in stage.values())]
 
 
@@ -309,9 +309,8 @@ class AdjustedCosts(CostModel):
         )
 
     def with_topology(self, topology: Topology | None) -> tuple[CostModel, Topology]:
-        """Return these costs over another topology. If it has other stages, fitted times are dropped.
-
-        Raises ConfigError if it has other stages and some weights are frozen."""
+        """As `CostModel.with_topology`. With other stages (all but dp and width), fitted times are dropped, and frozen
+        weights raise ConfigError."""
         own_prices, before = self.prices.with_topology(None)
         prices, topology = self.prices.with_topology(topology or before)
         if prices is own_prices or replace(topology, dp=1, width=1) == replace(before, dp=1, width=1):

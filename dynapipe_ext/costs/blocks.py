@@ -67,7 +67,7 @@ class BlockAttention:
 
     @property
     def head_ranks(self) -> int:
-        """The number of shares of query heads: the largest power of two that divides both these and `width`."""
+        """The parts into which query heads are divided: the greatest common divisor of heads and `width`."""
         return math.gcd(self.width, self.num_heads)
 
     @property
@@ -81,7 +81,7 @@ class BlockAttention:
 
     @property
     def copied_values(self) -> float:
-        """Keys and values per position that a rank keeps beyond its position shard's: copies and gathered positions."""
+        """The keys and values (numbers, not bytes) per position that a rank holds beyond 1 / `width` of them."""
         return max(0.0, self.kept_values - self.key_values / self.width)
 
     @property

@@ -57,7 +57,7 @@ class Strategy:
 
     @property
     def weight_topology(self) -> Topology:
-        """The topology with context-parallel ranks as replicas, in groups of `cp`, which hold equal weights."""
+        """The topology with dp x cp replicas, as all these hold copies of weights; its `width` is `cp`."""
         return replace(self.topology, dp=self.topology.dp * self.cp, width=self.cp)
 
 

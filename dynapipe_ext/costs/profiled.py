@@ -185,7 +185,7 @@ class ProfileRange:
         return _spread_over([s for s in shapes if _count_tokens(s) <= self.max_tokens], count)
 
     def list_first_sliced(self) -> list[MeasuredShape]:
-        """List shapes with several slices of the head: as many as `Profile.slices_head` needs, or all there are."""
+        """List three shapes, or all if there are fewer, whose logits the chunked head computes in several slices."""
         shapes = reversed(self.list_grid(_PER_DOUBLING, _PER_DOUBLING))
         seen = {reduce_shape("head", s): s for s in shapes if s[0] * s[-1] > HEAD_SLICE}
         return [seen[own] for own in _spread_over(sorted(sorted(seen), key=_count_tokens), _FEWEST)]

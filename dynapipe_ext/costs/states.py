@@ -253,11 +253,12 @@ def count_states(
     exact_sums: bool = False,
     num_moments: int = ADAM_MOMENTS,
 ) -> States:
-    """Return bytes of one rank of each stage. Keywords are those of `state_bytes`; experts are divided over dp / ep.
+    """Return bytes of weights, gradients and optimizer states on one rank of each stage.
 
-    `moved`, per step: offloaded gradients go to the host and updated weights come back. Offloaded weights count twice,
-    once for all forwards and once for all backwards. Raises ConfigError for an offload that the ZeRO stage does not
-    have."""
+    Keywords are as in `state_bytes`; experts are divided over dp / ep. `moved`: bytes between host and device per step.
+    Offloaded weights count twice there: for all forwards, and for all backwards. Raises ConfigError for an offload that
+    the ZeRO stage lacks.
+    """
     count, dp = count_parameters(a, topology, ep), topology.dp
 
     def on_device(offload: Offload) -> StateBytes:

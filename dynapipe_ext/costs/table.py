@@ -220,7 +220,7 @@ class CostTable(CostModel):
         return lay_out(self.num_layers, self.total_layers, self.topology)
 
     def with_topology(self, topology: Topology | None) -> tuple[CostTable, Topology]:
-        """Return the same measurements over other stages. Raises ConfigError unless `tp` is as measured."""
+        """As `CostModel.with_topology`. Raises ConfigError if its `tp` is not the measured one."""
         topology = topology or self.topology
         if topology.tp != self.topology.tp:
             raise ConfigError(

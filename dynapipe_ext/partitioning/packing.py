@@ -90,7 +90,7 @@ class RowPackings:
 
     @property
     def least(self) -> int:
-        """Lower bound of the number of rows: positions of the longer side divided by `rule.room`, rounded up."""
+        """The fewest rows possible: positions of the longer side over positions that fit in a row, rounded up."""
         sides = sum(s.encoder for s in self.samples), sum(s.decoder for s in self.samples)
         return max(1, *(-(-positions // self.rule.room) for positions in sides))
 
@@ -371,8 +371,8 @@ def pack_best_fit(samples: Sequence[SampleLength], room: int, num_rows: int = 1)
 def list_finer_splits(
     replicas: Sequence[Sequence[MicroBatch]], *, equal_counts: bool, max_tokens: int
 ) -> Iterator[list[list[MicroBatch]]]:
-    """Yield variants of the replicas: with rows joined in pairs (`join_rows`), then with the 2 and the 4 shortest rows
-    of each in halves (`halve_rows`). Under `equal_counts`, only those in which all replicas have equally many rows."""
+    """Yield variants of the replicas: rows joined in pairs up to `max_tokens` (0: no limit); each replica's 2 shortest
+    rows halved; then its 4 shortest. Under `equal_counts`, only those with equally many rows per replica."""
     joined = [join_rows(rows, max_tokens) for rows in replicas]
     splits = [joined] if any(len(few) < len(rows) for few, rows in zip(joined, replicas, strict=True)) else []
     for split in (*splits, *([halve_rows(rows, count) for rows in replicas] for count in _HALVED)):

@@ -315,7 +315,7 @@ class _Table:
         return total + weight * most
 
     def check_singles(self, order: Sequence[SampleLength]) -> IntArray:
-        """Return the bottleneck ns of every sample by itself. Raises PlanError if one does not fit, or has no price."""
+        """Return ns of F + B of every sample by itself on its busiest rank. Raises PlanError if one cannot run."""
         singles: IntArray = self.times[self.cells[0, self.member]]
         if int(singles.min()) < 0:
             raise PlanError(

@@ -77,12 +77,12 @@ class AnnealingSchedule(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Start:
-    """Cuts that cover the items of a batch (samples or micro-batches) in turn; `groups`: indices of a replica's cuts.
+    """Cuts that cover a batch's items (samples or micro-batches) in turn. `groups[d]`: replica d's cuts, by index.
 
-    `kind_costs` are the costs of every shape in each recomputation mode (INFEASIBLE forwards: cannot run so).
-    `shapes[j, r - 1]`, int32, is the shape of the cut of r items that ends at item j, or -1 if that may not be a
-    micro-batch. With only one column, items are micro-batches and stay as they are. `sample_pieces`, only with one
-    column: the items that are pieces of one sample, each sample's within one group.
+    `kind_costs[k]`: costs of all shapes under the recomputation mode of kind k (INFEASIBLE forwards: cannot run so).
+    `shapes[j, r - 1]`: the shape of the cut of r items that ends with item j, or -1 if not allowed. With one column,
+    items are micro-batches and stay as they are. `sample_pieces`, only then: for each sample in pieces, its items, all
+    in one group.
     """
 
     kind_costs: tuple[MicroBatchCosts, ...]

@@ -58,8 +58,8 @@ _MOST_ROWS = 100  # A short search begins with packings of at most this many row
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A start of the search, and `micro_batch`, the function that returns the micro-batch of a cut in the search's
-    result. `is_fixed`: cut i is the i-th micro-batch of the start."""
+    """A start of the search, and `micro_batch`, which makes the micro-batch of a cut in its result. `is_fixed`: the
+    search keeps samples together, so cut i is micro-batch i."""
 
     start: Start
     micro_batch: Callable[[Cut], MicroBatch]
