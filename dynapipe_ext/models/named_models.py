@@ -380,8 +380,6 @@ def carried_fault(model: str) -> str:
     raw = raw_config(model)
     kind, window = raw.get("model_type"), raw.get("sliding_window")
     fault = document_attention_fault(model)
-    if raw.get("is_encoder_decoder"):
-        fault = "inputs of an encoder-decoder attend to later positions"
     if window and raw.get("use_sliding_window", True):
         fault = f"{kind} has attention windows (sliding_window {window}), which do not go on from piece to piece"
     return f"{fault}: plan whole samples" if fault else ""
