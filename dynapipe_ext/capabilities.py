@@ -1,8 +1,7 @@
 """What works with what: the features that some kinds of runs do not have, and why.
 
-One table gives the rejections of settings, what "auto" may choose, and the page "What works with what"
-(`python -m tests.support.capabilities_page`).
-"""
+One table gives rejections of settings, what "auto" may choose, and the page "What works with what"
+(`python -m tests.support.capabilities_page`)."""
 
 from __future__ import annotations
 
@@ -136,6 +135,9 @@ _OF_RUNS: tuple[Limit, ...] = (
     ),
     Limit("published schedules", ("ZeRO 2 and 3",), "ZeRO 2 and 3 reduce in each backward", "give --schedule 1f1b"),
     Limit("split backward", ("ZeRO 2 and 3",), "ZeRO 2 and 3 reduce in each backward", _OUT),
+    # No setting asks for a comparison: --compare does, which asks `find_limit`.
+    Limit("comparison", ("DeepSpeed",), "DeepSpeed has one model in a process", "leave --compare out"),
+    Limit("comparison", _SIDES, "its rows would mix the inputs of an encoder-decoder", "leave --compare out"),
 )
 # What a topology may have, however it was chosen.
 _OF_STAGES: tuple[Limit, ...] = (
@@ -146,8 +148,6 @@ _OF_STAGES: tuple[Limit, ...] = (
     Limit("vocabulary parallelism", ("transformers",), "models of transformers keep it whole", _WHOLE),
     Limit("vocabulary parallelism", ("adapters",), "a model with adapters keeps it whole", _WHOLE),
     Limit("vocabulary parallelism", ("DeepSpeed",), "a DeepSpeed engine keeps it whole", _WHOLE),
-    Limit("comparison", ("DeepSpeed",), "DeepSpeed has one model in a process", "leave --compare out"),
-    Limit("comparison", _SIDES, "its rows would mix the inputs of an encoder-decoder", "leave --compare out"),
 )
 LIMITS = {"settings": _OF_SETTINGS, "run": _OF_RUNS, "stages": _OF_STAGES}
 

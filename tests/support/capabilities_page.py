@@ -16,8 +16,9 @@ _OPENING = """# What works with what
 
 Made of `dynapipe_ext/capabilities.py` by `python -m tests.support.capabilities_page`. The same table rejects settings.
 
-A number says why not, below. An empty cell: the two work together. Limits of several kinds at once, such as an
-encoder-decoder that transformers computes, stand under each of them with a +.
+A number stands for a reason below. An empty cell: this table has no limit, but a single model may have one (attention
+windows and pieces, for example), and then the error names it. A + marks a limit of several kinds together, such as an
+encoder-decoder that transformers computes.
 """
 
 
